@@ -1,0 +1,1 @@
+"""From a published checkpoint to ONNX graphs and .om files; runs on a host, once."""

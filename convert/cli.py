@@ -1,0 +1,24 @@
+"""convert-moss: checkpoint -> ONNX graphs -> .om files. One file per command in convert/commands/."""
+
+from __future__ import annotations
+
+import click
+
+from runtime.lazy_group import LazyGroup
+
+COMMANDS = {
+    "doctor": ("convert.commands.doctor:doctor", "Examine a checkpoint, or the CANN installation, and say what is wrong."),
+    "fetch": ("convert.commands.fetch:fetch", "Download the published checkpoints."),
+    "fixture": ("convert.commands.fixture:fixture", "Write a made-up checkpoint in the published layout."),
+    "export": ("convert.commands.export:export", "Export a checkpoint to ONNX graphs with a manifest."),
+    "check": ("convert.commands.check:check", "Say what ATC will say about an ONNX graph."),
+    "patch": ("convert.commands.patch:patch", "Lower what a target does not take."),
+    "atc": ("convert.commands.atc:atc", "Plan, script or run the ATC compilation."),
+    "build": ("convert.commands.build:build", "Export, patch, check and compile, skipping what is unchanged."),
+}
+
+
+@click.group(cls=LazyGroup, commands_by_name=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="moss-tts-nano-ascend")
+def cli() -> None:
+    """Convert MOSS-TTS-Nano checkpoints to ONNX graphs and Ascend .om files."""

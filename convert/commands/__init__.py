@@ -1,0 +1,1 @@
+"""One file per convert-moss command: parse, call one library function, print."""

@@ -1,0 +1,1 @@
+"""Tables of what CANN's ONNX parser and kernels take."""

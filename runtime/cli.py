@@ -1,0 +1,17 @@
+"""run-om: speech and measurements from exported or compiled graphs. One file per command in runtime/commands/."""
+
+from __future__ import annotations
+
+import click
+
+from runtime.lazy_group import LazyGroup
+
+COMMANDS = {
+    "say": ("runtime.commands.say:say", "Speak a text with the voice of a reference clip."),
+}
+
+
+@click.group(cls=LazyGroup, commands_by_name=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="moss-tts-nano-ascend")
+def cli() -> None:
+    """Run MOSS-TTS-Nano graphs: .om on Ascend, ONNX Runtime, or PyTorch."""

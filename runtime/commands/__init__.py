@@ -1,0 +1,1 @@
+"""One file per run-om command: parse, call one library function, print."""

@@ -1,0 +1,181 @@
+"""THE table of graphs: from the model configs to the interface of every exported network.
+
+Axes that stay names until they are bound: B batch, T prompt rows, C cache capacity, F codec frames, N samples.
+L, H, D, E, Q, V are numbers of the checkpoint: layers, heads, head size, hidden size, codebooks, codes per codebook.
+
+A step returns only its new key and value rows ("delta"): the owner of the cache writes them at `position`.
+`positions` count from 0 and only grow; they drive RoPE, causality and attention windows, so no graph holds Shape logic.
+"""
+
+from __future__ import annotations
+
+from runtime.config import CodecConfig, CodecStage, ModelConfig
+from runtime.spec import GraphSpec, TensorSpec
+
+LLM_GRAPHS = ("prefill", "step", "frame", "step_frame")
+CODEC_GRAPHS = ("codec_encode", "codec_decode", "codec_stream")
+GRAPH_NAMES = LLM_GRAPHS + CODEC_GRAPHS
+
+
+def graph_specs(model: ModelConfig, codec: CodecConfig) -> dict[str, GraphSpec]:
+    """Every graph of one model, by name."""
+    specs = (
+        prefill_spec(model),
+        step_spec(model),
+        frame_spec(model),
+        step_frame_spec(model),
+        codec_encode_spec(codec),
+        codec_decode_spec(codec),
+        codec_stream_spec(codec),
+    )
+    return {spec.name: spec for spec in specs}
+
+
+def prefill_spec(model: ModelConfig) -> GraphSpec:
+    """Read the prompt: rows after `last` are padding, which causality keeps away from the rows before."""
+    cache = (model.num_heads, "T", model.head_size)
+    return GraphSpec(
+        "prefill",
+        (
+            TensorSpec("rows", "int32", ("B", "T", 1 + model.n_vq)),
+            TensorSpec("positions", "int32", ("B", "T")),
+            TensorSpec("last", "int32", ("B",)),
+        ),
+        (
+            TensorSpec("hidden", "float32", ("B", model.hidden_size)),
+            *(
+                TensorSpec(f"{kind}_{layer}", "float32", ("B", *cache))
+                for layer in range(model.num_layers)
+                for kind in ("key", "value")
+            ),
+        ),
+    )
+
+
+def step_spec(model: ModelConfig) -> GraphSpec:
+    """Read one row against the cache. `cache_mask` is added to the scores: 0 where a row counts, MASKED elsewhere."""
+    return GraphSpec("step", _step_inputs(model), (_hidden(model), *_new_rows(model)))
+
+
+def frame_spec(model: ModelConfig) -> GraphSpec:
+    """Sample one frame from the hidden state of the last row."""
+    return GraphSpec("frame", (_hidden(model), *_frame_inputs(model)), _frame_outputs(model))
+
+
+def step_frame_spec(model: ModelConfig) -> GraphSpec:
+    """`step` and `frame` in one launch: row of the frame before in, next frame out."""
+    return GraphSpec(
+        "step_frame",
+        (*_step_inputs(model), *_frame_inputs(model)),
+        (_hidden(model), *_new_rows(model), *_frame_outputs(model)),
+    )
+
+
+def _hidden(model: ModelConfig) -> TensorSpec:
+    return TensorSpec("hidden", "float32", ("B", model.hidden_size))
+
+
+def _step_inputs(model: ModelConfig) -> tuple[TensorSpec, ...]:
+    return (
+        TensorSpec("row", "int32", ("B", 1, 1 + model.n_vq)),
+        TensorSpec("position", "int32", ("B",)),
+        TensorSpec("cache_mask", "float32", ("B", 1, 1, "C")),
+        *(
+            TensorSpec(f"past_{kind}_{layer}", "float32", ("B", model.num_heads, "C", model.head_size))
+            for layer in range(model.num_layers)
+            for kind in ("key", "value")
+        ),
+    )
+
+
+def _new_rows(model: ModelConfig) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(f"new_{kind}_{layer}", "float32", ("B", model.num_heads, 1, model.head_size))
+        for layer in range(model.num_layers)
+        for kind in ("key", "value")
+    )
+
+
+def _frame_inputs(model: ModelConfig) -> tuple[TensorSpec, ...]:
+    """Index 0 of temperature, top_k and top_p rules the slot decision, index 1 the codes."""
+    return (
+        TensorSpec("seen", "float32", ("B", model.n_vq, model.codebook_size)),  # 1 where a code was used before
+        TensorSpec("uniforms", "float32", ("B", 1 + model.n_vq)),  # [0, 1): the decision first, then one per codebook
+        TensorSpec("temperature", "float32", ("B", 2)),
+        TensorSpec("top_k", "int32", ("B", 2)),
+        TensorSpec("top_p", "float32", ("B", 2)),
+        TensorSpec("penalty", "float32", ("B",)),
+    )
+
+
+def _frame_outputs(model: ModelConfig) -> tuple[TensorSpec, ...]:
+    return (
+        TensorSpec("go_on", "int32", ("B",)),  # 1: a frame follows and `codes` is it; 0: the utterance is over
+        TensorSpec("codes", "int32", ("B", model.n_vq)),
+        TensorSpec("seen_next", "float32", ("B", model.n_vq, model.codebook_size)),
+        TensorSpec("slot_logits", "float32", ("B", 2)),  # [slot, end]
+        TensorSpec("code_logits", "float32", ("B", model.n_vq, model.codebook_size)),  # before the penalty
+    )
+
+
+def codec_encode_spec(codec: CodecConfig) -> GraphSpec:
+    """Reference clip to codes. N = F × samples_per_frame; the host pads with zeros and drops the partial last frame."""
+    return GraphSpec(
+        "codec_encode",
+        (
+            TensorSpec("waveform", "float32", ("B", codec.num_channels, "N")),
+            TensorSpec("positions", "int32", ("B", "F")),
+        ),
+        (TensorSpec("codes", "int32", ("B", codec.n_vq, "F")),),
+    )
+
+
+def codec_decode_spec(codec: CodecConfig) -> GraphSpec:
+    """All codes to a waveform at once."""
+    return GraphSpec(
+        "codec_decode",
+        (
+            TensorSpec("codes", "int32", ("B", codec.n_vq, "F")),
+            TensorSpec("positions", "int32", ("B", "F")),
+        ),
+        (TensorSpec("waveform", "float32", ("B", codec.num_channels, "N")),),
+    )
+
+
+def codec_stream_spec(codec: CodecConfig) -> GraphSpec:
+    """The next F frames to a waveform; the caches hold each attention layer's window of keys and values."""
+    layers = decoder_attention_layers(codec)
+
+    def rows(prefix: str) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(f"{prefix}_{kind}_{index}", "float32", ("B", s.num_heads, length, s.head_size))
+            for index, s in enumerate(layers)
+            for kind in ("key", "value")
+            for length in (ring_capacity(s) if prefix == "past" else f"F{s.tokens_per_frame}",)
+        )
+
+    return GraphSpec(
+        "codec_stream",
+        (
+            TensorSpec("codes", "int32", ("B", codec.n_vq, "F")),
+            TensorSpec("positions", "int32", ("B", "F")),
+            *rows("past"),
+        ),
+        (TensorSpec("waveform", "float32", ("B", codec.num_channels, "N")), *rows("new")),
+    )
+
+
+def decoder_attention_layers(codec: CodecConfig) -> tuple[CodecStage, ...]:
+    """The stage of each attention layer of the decoder, in order."""
+    return tuple(stage for stage in codec.decoder for _ in range(stage.num_layers))
+
+
+def ring_capacity(stage: CodecStage) -> int:
+    """Tokens that a stage's cache ring holds: its context, rounded up to whole frames so that a write never splits."""
+    return -(-stage.context // stage.tokens_per_frame) * stage.tokens_per_frame
+
+
+def derived_axes(codec: CodecConfig, num_frames: int) -> dict[str, int]:
+    """The axes of the codec graphs that follow from the number of frames."""
+    per_frame = {f"F{s.tokens_per_frame}": s.tokens_per_frame * num_frames for s in (*codec.encoder, *codec.decoder)}
+    return {"F": num_frames, "N": codec.samples_per_frame * num_frames, **per_frame}

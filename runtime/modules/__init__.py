@@ -1,0 +1,1 @@
+"""The torch definition of every graph (extra: torch)."""
