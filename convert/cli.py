@@ -7,7 +7,10 @@ import click
 from runtime.lazy_group import LazyGroup
 
 COMMANDS = {
-    "doctor": ("convert.commands.doctor:doctor", "Examine a checkpoint, or the CANN installation, and say what is wrong."),
+    "doctor": (
+        "convert.commands.doctor:doctor",
+        "Examine a checkpoint or the CANN installation.",
+    ),
     "fetch": ("convert.commands.fetch:fetch", "Download the published checkpoints."),
     "fixture": ("convert.commands.fixture:fixture", "Write a made-up checkpoint in the published layout."),
     "export": ("convert.commands.export:export", "Export a checkpoint to ONNX graphs with a manifest."),

@@ -200,7 +200,9 @@ class CodecConfig:
         stream_rate = sample_rate_hz * (num_channels if raw.get("enable_channel_interleave") else 1)
         default_context_s = float(raw.get("causal_transformer_context_duration") or 10.0)
         encoder, encoder_last = _stages(top, "encoder_kwargs", stream_rate, default_context_s, True)
-        decoder, decoder_last = _stages(top, "decoder_kwargs", sample_rate_hz / samples_per_frame, default_context_s, False)
+        decoder, decoder_last = _stages(
+            top, "decoder_kwargs", sample_rate_hz / samples_per_frame, default_context_s, False
+        )
         return CodecConfig(
             sample_rate_hz=sample_rate_hz,
             num_channels=num_channels,

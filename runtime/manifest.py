@@ -88,7 +88,10 @@ class Manifest:
                 data[f.name] = getattr(self, f.name)
         data["model"], data["codec"] = dataclasses.asdict(self.model), dataclasses.asdict(self.codec)
         data["graphs"] = {
-            n: {**{k: getattr(g, k) for k in ("file", "sha256", "num_nodes", "max_abs_difference")}, "spec": g.spec.to_dict()}
+            n: {
+                **{k: getattr(g, k) for k in ("file", "sha256", "num_nodes", "max_abs_difference")},
+                "spec": g.spec.to_dict(),
+            }
             for n, g in self.graphs.items()
         }
         path = self.directory / MANIFEST_NAME
@@ -119,7 +122,9 @@ class Manifest:
                 model=ModelConfig(**_tuples(data["model"])),
                 codec=_codec(data["codec"]),
                 limits=data["limits"],
-                graphs={n: GraphFile(**{**g, "spec": GraphSpec.from_dict(g["spec"])}) for n, g in data["graphs"].items()},
+                graphs={
+                    n: GraphFile(**{**g, "spec": GraphSpec.from_dict(g["spec"])}) for n, g in data["graphs"].items()
+                },
                 data_files=data["data_files"],
                 versions=data["versions"],
                 builds=data["builds"],

@@ -44,7 +44,9 @@ class SamplingParams:
         for name in ("temperature", "slot_temperature", "repetition_penalty"):
             value = getattr(self, name)
             if not (np.isfinite(value) and value > 0):
-                raise GenerationError(f"{name}: expected a number above 0, got {value}; for greedy decoding use top_k 1")
+                raise GenerationError(
+                    f"{name}: expected a number above 0, got {value}; for greedy decoding use top_k 1"
+                )
         for name in ("top_k", "slot_top_k"):
             if not 1 <= getattr(self, name) <= TOP_K_MAX:
                 raise GenerationError(f"{name}: expected 1 to {TOP_K_MAX}, got {getattr(self, name)}")

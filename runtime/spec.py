@@ -92,9 +92,7 @@ class GraphSpec:
             raise SpecMismatchError(
                 f"{self.name}: no axis named {', '.join(unknown)}; it has {', '.join(self.dynamic_axes()) or 'none'}"
             )
-        return GraphSpec(
-            self.name, tuple(t.bind(axes) for t in self.inputs), tuple(t.bind(axes) for t in self.outputs)
-        )
+        return GraphSpec(self.name, tuple(t.bind(axes) for t in self.inputs), tuple(t.bind(axes) for t in self.outputs))
 
     def atc_input_shape(self) -> str:
         """The value of ATC's --input_shape: "rows:1,128,17;positions:1,128"; every axis must be bound."""
