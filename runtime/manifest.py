@@ -36,6 +36,49 @@ class GraphFile:
 
 
 @dataclass(frozen=True, slots=True)
+class OmBuild:
+    """One compiled .om: what ATC made, from what, with which command. Written when the file is in its place."""
+
+    graph: str
+    axes: dict[str, int]  # every axis of the graph, bound: {"B": 1, "T": 128}
+    soc_version: str  # exact, as --soc_version had it: Ascend910B3
+    cann: str  # the CANN release that the target names; `versions` says which one ran
+    precision: str  # origin (float32 kept), fp16 or mixed
+    file: str  # beside the manifest
+    sha256: str
+    num_bytes: int
+    argv: tuple[str, ...]
+    inputs: dict[str, str]  # what went in: file beside the manifest (or absolute) -> sha256
+    versions: dict[str, str]  # what ran: cann, atc, host
+    log: str  # ATC's whole output, beside the manifest
+    seconds: float
+    fake: bool = False  # made by the fake atc of the tests: only the simulator runs it, no result is a device result
+
+    def __post_init__(self) -> None:
+        unbound = [axis for axis, size in self.axes.items() if not isinstance(size, int) or size < 1]
+        if unbound or not self.argv:
+            raise ManifestError(f"{self.graph}: a build needs bound axes and a command, got {self.axes}, {self.argv}")
+
+    @property
+    def key(self) -> tuple[str, tuple[tuple[str, int], ...], str, str]:
+        """What may exist once: graph, axes, SoC and precision."""
+        return self.graph, tuple(sorted(self.axes.items())), self.soc_version, self.precision
+
+    def bound_spec(self, spec: GraphSpec) -> GraphSpec:
+        """The interface of the compiled graph: the exported one with this build's axes."""
+        return spec.bind(**self.axes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON data, for the manifest."""
+        return {**dataclasses.asdict(self), "argv": list(self.argv)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> OmBuild:
+        """The inverse of to_dict."""
+        return OmBuild(**{**data, "argv": tuple(data["argv"])})
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything a command needs to know about one artifacts directory."""
 
@@ -49,7 +92,7 @@ class Manifest:
     graphs: dict[str, GraphFile]
     data_files: dict[str, str]  # weights and tokenizer: file -> sha256
     versions: dict[str, str]
-    builds: list[dict[str, Any]] = field(default_factory=list)  # one record per .om, written by the ATC step
+    builds: tuple[OmBuild, ...] = ()  # one record per .om, written by the ATC step
 
     @property
     def notice(self) -> str | None:
@@ -67,6 +110,32 @@ class Manifest:
 
     def path(self, file: str) -> Path:
         return self.directory / file
+
+    def builds_of(self, graph: str, soc_version: str | None = None, precision: str | None = None) -> list[OmBuild]:
+        """The compiled forms of one graph, smallest axes first; all SoCs and precisions unless given."""
+        found = [
+            b
+            for b in self.builds
+            if b.graph == graph and soc_version in (None, b.soc_version) and precision in (None, b.precision)
+        ]
+        return sorted(found, key=lambda b: b.key)
+
+    def check_build(self, build: OmBuild) -> Path:
+        """The path of a compiled graph; ManifestError when it is missing or is not what ATC wrote."""
+        path = self.path(build.file)
+        if not path.is_file():
+            raise ManifestError(f"{path} is missing; the manifest lists it. Compile again: convert-moss atc")
+        got = sha256_of(path)
+        if got != build.sha256:
+            raise ManifestError(
+                f"{path}: sha256 {got[:12]}…, the manifest says {build.sha256[:12]}…. Compile again: convert-moss atc"
+            )
+        return path
+
+    def with_build(self, build: OmBuild) -> Manifest:
+        """This manifest with `build` added; it replaces the one with the same key."""
+        kept = tuple(b for b in self.builds if b.key != build.key)
+        return dataclasses.replace(self, builds=(*kept, build))
 
     def check_hashes(self, graph_names: Iterable[str] | None = None) -> None:
         """Compare the files with the recorded sha256; all graphs unless names are given."""
@@ -94,6 +163,7 @@ class Manifest:
             }
             for n, g in self.graphs.items()
         }
+        data["builds"] = [build.to_dict() for build in self.builds]
         path = self.directory / MANIFEST_NAME
         write_atomically(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
         return path
@@ -127,7 +197,7 @@ class Manifest:
                 },
                 data_files=data["data_files"],
                 versions=data["versions"],
-                builds=data["builds"],
+                builds=tuple(OmBuild.from_dict(build) for build in data["builds"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{path} is damaged ({type(error).__name__}: {error}); export again") from error
