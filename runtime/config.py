@@ -117,6 +117,7 @@ class ModelConfig:
         gpt2.must_be("scale_attn_weights", True)
         gpt2.must_be("scale_attn_by_inverse_layer_idx", False)
         hidden_size = gpt2.integer("n_embd")
+        has_pad_id = raw.get("pad_token_id") is not None
         return ModelConfig(
             num_layers=gpt2.integer("n_layer"),
             local_layers=top.integer("local_transformer_layers"),
@@ -130,13 +131,13 @@ class ModelConfig:
             n_vq=top.integer("n_vq"),
             codebook_sizes=tuple(top.get("audio_codebook_sizes")),
             audio_pad_id=top.integer("audio_pad_token_id"),
-            pad_id=raw["pad_token_id"] if raw.get("pad_token_id") is not None else PUBLISHED_PAD_TOKEN_ID,
-            im_start_id=top.integer("im_start_token_id"),
-            im_end_id=top.integer("im_end_token_id"),
-            audio_start_id=top.integer("audio_start_token_id"),
-            audio_end_id=top.integer("audio_end_token_id"),
-            audio_user_slot_id=top.integer("audio_user_slot_token_id"),
-            audio_assistant_slot_id=top.integer("audio_assistant_slot_token_id"),
+            pad_id=top.integer("pad_token_id", minimum=0) if has_pad_id else PUBLISHED_PAD_TOKEN_ID,
+            im_start_id=top.integer("im_start_token_id", minimum=0),
+            im_end_id=top.integer("im_end_token_id", minimum=0),
+            audio_start_id=top.integer("audio_start_token_id", minimum=0),
+            audio_end_id=top.integer("audio_end_token_id", minimum=0),
+            audio_user_slot_id=top.integer("audio_user_slot_token_id", minimum=0),
+            audio_assistant_slot_id=top.integer("audio_assistant_slot_token_id", minimum=0),
             sample_rate_hz=top.integer("audio_tokenizer_sample_rate"),
         )
 
