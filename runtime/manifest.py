@@ -48,7 +48,8 @@ class OmBuild:
     sha256: str
     num_bytes: int
     argv: tuple[str, ...]
-    inputs: dict[str, str]  # what went in: file beside the manifest (or absolute) -> sha256
+    inputs: dict[str, str]  # what went in: file -> sha256
+    recipe: str  # one hash of interface, inputs and settings: unchanged means that compiling again gives the same
     versions: dict[str, str]  # what ran: cann, atc, host
     log: str  # ATC's whole output, beside the manifest
     seconds: float

@@ -81,6 +81,7 @@ def om_build() -> OmBuild:
         num_bytes=3,
         argv=("atc", "--framework=5"),
         inputs={"prefill.onnx": "11"},
+        recipe="22",
         versions={"cann": "8.5.0"},
         log="om/prefill.log",
         seconds=1.5,
