@@ -144,12 +144,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CodecStage:
-    """One transformer stage of the codec, with the patcher beside it (before it in the encoder, too in the decoder).
+    """One transformer stage of the codec, with the patcher that stands before it in upstream's module list.
 
-    `patch_size` is the patcher that precedes the transformer in the stage list; tokens_per_frame and context count
-    tokens of this stage; context is the number of keys a query sees, itself included.
+    A patcher joins `patch_size` tokens to one in the encoder and splits one token in the decoder; 1 when there is none.
+    tokens_per_frame and context count tokens of this stage; context is how many keys a query sees, itself included.
     """
 
+    index: int  # of the transformer in upstream's module list; its tensors are called after it
     patch_size: int
     num_layers: int
     input_size: int
@@ -161,9 +162,20 @@ class CodecStage:
     tokens_per_frame: int
     rope_base: float
 
+    def __post_init__(self) -> None:
+        if self.model_size % self.num_heads or self.head_size % 2:
+            raise CheckpointError(f"codec width {self.model_size} does not split into {self.num_heads} even heads")
+        if self.context < 1 or self.tokens_per_frame < 1:
+            raise CheckpointError(f"codec stage {self.index}: a window of {self.context} tokens cannot hold a query")
+
     @property
     def head_size(self) -> int:
         return self.model_size // self.num_heads
+
+    @property
+    def ring_frames(self) -> int:
+        """Frames that the cache ring of one layer holds: the context, rounded up so that no write splits a frame."""
+        return -(-self.context // self.tokens_per_frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +183,36 @@ class CodecConfig:
     """MOSS-Audio-Tokenizer: encoder stages, residual quantizer, decoder stages."""
 
     sample_rate_hz: int
-    num_channels: int
+    num_channels: int  # interleaved to one stream L0 R0 L1 R1 … before the first patch
     samples_per_frame: int  # per channel: 3,840 at 48 kHz
-    channel_interleave: bool  # channels become one stream L0 R0 L1 R1 …
     encoder: tuple[CodecStage, ...]
-    encoder_last_patch: int
+    encoder_last_patch: int  # the patcher behind the last stage; 1 when there is none
     decoder: tuple[CodecStage, ...]
     decoder_last_patch: int
-    latent_size: int  # width between quantizer and stages: 768
+    latent_size: int  # values per frame between quantizer and stages: 768
     rvq_size: int  # width of the residual: 512
     n_vq: int
     codebook_size: int
     codebook_dim: int
+
+    def __post_init__(self) -> None:
+        encoder, decoder = self.encoder[-1], self.decoder[-1]
+        if encoder.tokens_per_frame != self.encoder_last_patch:
+            raise CheckpointError(f"the encoder ends with {encoder.tokens_per_frame} tokens per frame, expected one")
+        if decoder.tokens_per_frame * self.decoder_last_patch != self.samples_per_frame * self.num_channels:
+            raise CheckpointError(f"the decoder's patches do not give {self.samples_per_frame} samples per frame")
+        size = 1
+        for stage in self.encoder:
+            _check_width(stage, size * stage.patch_size)
+            size = stage.output_size
+        if size * self.encoder_last_patch != self.latent_size:
+            raise CheckpointError(f"the encoder ends with {size * self.encoder_last_patch}, not {self.latent_size}")
+        size = self.latent_size
+        for stage in self.decoder:
+            _check_width(stage, size / stage.patch_size)
+            size = stage.output_size
+        if size != self.decoder_last_patch:
+            raise CheckpointError(f"the decoder ends with {size} values per token, expected {self.decoder_last_patch}")
 
     @property
     def frame_rate_hz(self) -> float:
@@ -192,13 +222,15 @@ class CodecConfig:
     def from_dict(raw: Mapping[str, Any], where: str = "config.json") -> CodecConfig:
         """Read the published layout; explicit decoder_kwargs win over reversed_decoder_kwargs (MODEL.md 1.2)."""
         top = _Fields(raw, where)
-        top.must_be("model_type", "moss-audio-tokenizer")
+        top.must_be("model_type", "moss-audio-tokenizer", "speech_tokenizer")  # 48 kHz; 24 kHz (MOSS-SoundEffect)
         quantizer = _Fields(top.get("quantizer_kwargs"), f"{where}: quantizer_kwargs")
         quantizer.must_be("quantizer_type", "rlfq")
         rate_name = "sampling_rate" if raw.get("sampling_rate") is not None else "sample_rate"
         sample_rate_hz, samples_per_frame = top.integer(rate_name), top.integer("downsample_rate")
-        num_channels = int(raw.get("number_channels") or 1)
-        stream_rate = sample_rate_hz * (num_channels if raw.get("enable_channel_interleave") else 1)
+        num_channels = top.integer("number_channels") if raw.get("number_channels") is not None else 1
+        if num_channels > 1:
+            top.must_be("enable_channel_interleave", True)  # channels become one stream L0 R0 L1 R1 …
+        stream_rate = sample_rate_hz * num_channels
         default_context_s = float(raw.get("causal_transformer_context_duration") or 10.0)
         encoder, encoder_last = _stages(top, "encoder_kwargs", stream_rate, default_context_s, True)
         decoder, decoder_last = _stages(
@@ -208,7 +240,6 @@ class CodecConfig:
             sample_rate_hz=sample_rate_hz,
             num_channels=num_channels,
             samples_per_frame=samples_per_frame,
-            channel_interleave=bool(raw.get("enable_channel_interleave")),
             encoder=encoder,
             encoder_last_patch=encoder_last,
             decoder=decoder,
@@ -224,7 +255,7 @@ class CodecConfig:
 def _stages(
     top: _Fields, field: str, rate_hz: float, default_context_s: float, downwards: bool
 ) -> tuple[tuple[CodecStage, ...], int]:
-    """Pair each patcher with the transformer that follows it; return the stages and the patcher that is left over."""
+    """Pair each patcher with the transformer behind it; return the stages and the patcher that is left over, or 1."""
     frame_rate_hz = _frame_rate(top)
     stages: list[CodecStage] = []
     patch = 0
@@ -237,8 +268,6 @@ def _stages(
             patch = part.integer("patch_size")
             rate_hz = rate_hz / patch if downwards else rate_hz * patch
             continue
-        if not patch:
-            raise CheckpointError(f"{part.where}: a transformer without a patcher before it")
         for name, allowed in (("norm", "layer_norm"), ("positional_embedding", "rope"), ("gating", "none"),
                               ("causal", True)):  # fmt: skip
             part.must_be(name, allowed)
@@ -247,7 +276,8 @@ def _stages(
             raise CheckpointError(f"{part.where}: {rate_hz} tokens per second do not divide into frames")
         stages.append(
             CodecStage(
-                patch_size=patch,
+                index=index,
+                patch_size=patch or 1,
                 num_layers=part.integer("num_layers"),
                 input_size=part.integer("input_dimension"),
                 model_size=part.integer("d_model"),
@@ -260,9 +290,14 @@ def _stages(
             )
         )
         patch = 0
-    if not stages or not patch:
-        raise CheckpointError(f"{top.where}: {field}: expected patchers and transformers in turn, a patcher last")
-    return tuple(stages), patch
+    if not stages:
+        raise CheckpointError(f"{top.where}: {field}: expected patchers and transformers in turn")
+    return tuple(stages), patch or 1
+
+
+def _check_width(stage: CodecStage, width: float) -> None:
+    if stage.input_size != width:
+        raise CheckpointError(f"codec stage {stage.index}: input_dimension {stage.input_size}, but it gets {width:g}")
 
 
 def _frame_rate(top: _Fields) -> float:

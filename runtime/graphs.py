@@ -16,6 +16,9 @@ LLM_GRAPHS = ("prefill", "step", "frame", "step_frame")
 CODEC_GRAPHS = ("codec_encode", "codec_decode", "codec_stream")
 GRAPH_NAMES = LLM_GRAPHS + CODEC_GRAPHS
 
+BLOCK_FRAMES = 8  # codec_encode and codec_decode attend block by block; measured in docs/codec.md
+NO_FRAME = -(2**20)  # the position of a frame that no query sees: farther back than every window
+
 
 def graph_specs(model: ModelConfig, codec: CodecConfig) -> dict[str, GraphSpec]:
     """Every graph of one model, by name."""
@@ -119,7 +122,7 @@ def _frame_outputs(model: ModelConfig) -> tuple[TensorSpec, ...]:
 
 
 def codec_encode_spec(codec: CodecConfig) -> GraphSpec:
-    """Reference clip to codes. N = F × samples_per_frame; the host pads with zeros and drops the partial last frame."""
+    """A clip to codes at once. F is a multiple of BLOCK_FRAMES: the host pads with zeros and drops what it added."""
     return GraphSpec(
         "codec_encode",
         (
@@ -131,7 +134,7 @@ def codec_encode_spec(codec: CodecConfig) -> GraphSpec:
 
 
 def codec_decode_spec(codec: CodecConfig) -> GraphSpec:
-    """All codes to a waveform at once."""
+    """All codes to a waveform at once. F is a multiple of BLOCK_FRAMES, padded on the right with any code."""
     return GraphSpec(
         "codec_decode",
         (
@@ -143,7 +146,11 @@ def codec_decode_spec(codec: CodecConfig) -> GraphSpec:
 
 
 def codec_stream_spec(codec: CodecConfig) -> GraphSpec:
-    """The next F frames to a waveform; the caches hold each attention layer's window of keys and values."""
+    """The next F frames to a waveform; rings hold the window of keys and values of each attention layer.
+
+    Frame p lies in the slot p mod ring_frames of its stage. `past_positions_s` says which frame each slot of stage s
+    holds; NO_FRAME hides a slot. Only the new rows come out; the owner writes them into the rings.
+    """
     layers = decoder_attention_layers(codec)
 
     def rows(prefix: str) -> tuple[TensorSpec, ...]:
@@ -159,6 +166,7 @@ def codec_stream_spec(codec: CodecConfig) -> GraphSpec:
         (
             TensorSpec("codes", "int32", ("B", codec.n_vq, "F")),
             TensorSpec("positions", "int32", ("B", "F")),
+            *(TensorSpec(f"past_positions_{i}", "int32", ("B", s.ring_frames)) for i, s in enumerate(codec.decoder)),
             *rows("past"),
         ),
         (TensorSpec("waveform", "float32", ("B", codec.num_channels, "N")), *rows("new")),
@@ -171,8 +179,13 @@ def decoder_attention_layers(codec: CodecConfig) -> tuple[CodecStage, ...]:
 
 
 def ring_capacity(stage: CodecStage) -> int:
-    """Tokens that a stage's cache ring holds: its context, rounded up to whole frames so that a write never splits."""
-    return -(-stage.context // stage.tokens_per_frame) * stage.tokens_per_frame
+    """Tokens that the cache ring of one layer of a stage holds."""
+    return stage.ring_frames * stage.tokens_per_frame
+
+
+def whole_blocks(num_frames: int) -> int:
+    """The frames that codec_encode and codec_decode take for `num_frames`: the next multiple of BLOCK_FRAMES."""
+    return -(-num_frames // BLOCK_FRAMES) * BLOCK_FRAMES
 
 
 def derived_axes(codec: CodecConfig, num_frames: int) -> dict[str, int]:
