@@ -80,6 +80,19 @@ class OmBuild:
 
 
 @dataclass(frozen=True, slots=True)
+class PatchedGraph:
+    """One exported graph after the lowerings of a target; the interface is that of the exported graph."""
+
+    graph: str
+    target: str  # cann=…,soc=…,precision=…
+    file: str  # beside the manifest and the weights; the exported file itself when nothing had to be lowered
+    sha256: str
+    inputs: dict[str, str]  # the exported file, and "op_patches" for the code -> sha256
+    lowered: dict[str, int]  # lowering -> nodes it replaced
+    report: str  # the whole report, beside the manifest
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything a command needs to know about one artifacts directory."""
 
@@ -93,6 +106,7 @@ class Manifest:
     graphs: dict[str, GraphFile]
     data_files: dict[str, str]  # weights and tokenizer: file -> sha256
     versions: dict[str, str]
+    patched: tuple[PatchedGraph, ...] = ()
     builds: tuple[OmBuild, ...] = ()  # one record per .om, written by the ATC step
 
     @property
@@ -133,6 +147,20 @@ class Manifest:
             )
         return path
 
+    def patched_graph(self, graph: str, target: str) -> PatchedGraph | None:
+        """What the lowerings of `target` made of a graph; None when they never ran on the graph as it is now."""
+        exported = self.graph(graph)
+        for patched in self.patched:
+            if (patched.graph, patched.target) == (graph, target):
+                return patched if patched.inputs.get(exported.file) == exported.sha256 else None
+        return None
+
+    def with_patched(self, patched: PatchedGraph) -> Manifest:
+        """This manifest with `patched` added; it replaces the one of the same graph and target."""
+        key = (patched.graph, patched.target)
+        kept = tuple(p for p in self.patched if (p.graph, p.target) != key)
+        return dataclasses.replace(self, patched=(*kept, patched))
+
     def with_build(self, build: OmBuild) -> Manifest:
         """This manifest with `build` added; it replaces the one with the same key."""
         kept = tuple(b for b in self.builds if b.key != build.key)
@@ -164,6 +192,7 @@ class Manifest:
             }
             for n, g in self.graphs.items()
         }
+        data["patched"] = [dataclasses.asdict(patched) for patched in self.patched]
         data["builds"] = [build.to_dict() for build in self.builds]
         path = self.directory / MANIFEST_NAME
         write_atomically(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -198,6 +227,7 @@ class Manifest:
                 },
                 data_files=data["data_files"],
                 versions=data["versions"],
+                patched=tuple(PatchedGraph(**patched) for patched in data["patched"]),
                 builds=tuple(OmBuild.from_dict(build) for build in data["builds"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
