@@ -18,6 +18,7 @@ from typing import Any
 from runtime.config import CodecConfig, CodecStage, ModelConfig
 from runtime.errors import ManifestError
 from runtime.spec import GraphSpec
+from runtime.weights import WeightRecord
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -105,6 +106,7 @@ class Manifest:
     limits: dict[str, int]  # max_positions, top_k_max: what the graphs were exported for
     graphs: dict[str, GraphFile]
     data_files: dict[str, str]  # weights and tokenizer: file -> sha256
+    weights: dict[str, WeightRecord]  # where each state tensor lies in weights.bin
     versions: dict[str, str]
     patched: tuple[PatchedGraph, ...] = ()
     builds: tuple[OmBuild, ...] = ()  # one record per .om, written by the ATC step
@@ -193,6 +195,7 @@ class Manifest:
             for n, g in self.graphs.items()
         }
         data["patched"] = [dataclasses.asdict(patched) for patched in self.patched]
+        data["weights"] = {n: dataclasses.asdict(w) for n, w in self.weights.items()}
         data["builds"] = [build.to_dict() for build in self.builds]
         path = self.directory / MANIFEST_NAME
         write_atomically(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -226,6 +229,7 @@ class Manifest:
                     n: GraphFile(**{**g, "spec": GraphSpec.from_dict(g["spec"])}) for n, g in data["graphs"].items()
                 },
                 data_files=data["data_files"],
+                weights={n: WeightRecord(**_tuples(w)) for n, w in data["weights"].items()},
                 versions=data["versions"],
                 patched=tuple(PatchedGraph(**patched) for patched in data["patched"]),
                 builds=tuple(OmBuild.from_dict(build) for build in data["builds"]),

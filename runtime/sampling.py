@@ -105,4 +105,5 @@ def choose_code(logits: Floats, seen: Floats, u: float, params: SamplingParams) 
     if params.top_p < 1:
         kept = kept[before < np.float32(params.top_p)]
     cdf = np.cumsum(softmax(kept), dtype=np.float32)
-    return int(order[min(int((cdf < np.float32(u)).sum()), len(kept) - 1)])
+    reached = min(np.float32(u), cdf[-1])  # rounding may leave the whole sum below u
+    return int(order[int((cdf < reached).sum())])
