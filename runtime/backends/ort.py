@@ -1,0 +1,106 @@
+"""Graphs on ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.errors import BackendError, BackendUnavailableError, SpecMismatchError
+from runtime.spec import Array, GraphSpec
+
+_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int32)": "int32",
+    "tensor(int64)": "int64",
+    "tensor(bool)": "bool",
+}
+
+
+def load_onnxruntime() -> Any:
+    """The onnxruntime module, or a message that says what to install."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "backend ort needs onnxruntime, which is not installed here; run: pip install 'moss-tts-nano-ascend[ort]'"
+        ) from error
+    return onnxruntime
+
+
+class OrtBackend:
+    """Opens .onnx files. `threads` is the size of each session's pool; None leaves it to ONNX Runtime.
+
+    Idle threads do not spin: the sessions of one model run in turn, and a spinning pool takes the core from the one
+    that works (BASELINES.md section 1: 9.5 against 16.2 frames/s). Weights are not repacked: a product with one row
+    gains nothing from it, and every session would hold its own copy.
+    """
+
+    def __init__(self, threads: int | None = None, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> None:
+        self._ort = load_onnxruntime()
+        self.threads, self.providers = threads, list(providers)
+        self.name = "ort"
+
+    def open(self, spec: GraphSpec, path: Path) -> OrtSession:
+        options = self._ort.SessionOptions()
+        options.log_severity_level = 3
+        if self.threads is not None:
+            options.intra_op_num_threads = self.threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        try:
+            session = self._ort.InferenceSession(str(path), options, providers=self.providers)
+        except Exception as error:  # onnxruntime raises classes of its C extension that share no base but this
+            raise BackendError(f"onnxruntime cannot load {path}: {error}") from error
+        check_interface(spec, session, path)
+        return OrtSession(spec, session, path)
+
+
+def check_interface(spec: GraphSpec, session: Any, path: Path) -> None:
+    """Compare what the file says about itself with the spec."""
+    for kind, expected, found in (("input", spec.inputs, session.get_inputs()), ("output", spec.outputs, session.get_outputs())):
+        names = [t.name for t in expected]
+        if names != [f.name for f in found]:
+            raise SpecMismatchError(f"{path}: expected {kind}s {names}, got {[f.name for f in found]}; export again")
+        for tensor, node in zip(expected, found, strict=True):
+            dtype = _DTYPES.get(node.type, node.type)
+            fits = len(node.shape) == len(tensor.shape) and all(
+                isinstance(want, str) or want == got for want, got in zip(tensor.shape, node.shape, strict=True)
+            )
+            if dtype != tensor.dtype or not fits:
+                raise SpecMismatchError(
+                    f"{path}: {tensor.name}: expected {tensor}, got {dtype}{node.shape}; export again"
+                )
+
+
+class OrtSession:
+    """One graph in ONNX Runtime; inputs are taken where they lie, outputs are new arrays."""
+
+    def __init__(self, spec: GraphSpec, session: Any, path: Path) -> None:
+        self.spec = spec
+        self._session: Any = session
+        self._path = path
+        self._output_names = [t.name for t in spec.outputs]
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        if self._session is None:
+            raise BackendError(f"{self.spec.name}: the session is closed; open it again")
+        self.spec.check_feeds(feeds)
+        contiguous = {name: np.ascontiguousarray(value) for name, value in feeds.items()}
+        try:
+            values = self._session.run(self._output_names, contiguous)
+        except Exception as error:  # as in open: no common base class
+            raise BackendError(f"onnxruntime failed to run {self._path.name}: {error}") from error
+        return dict(zip(self._output_names, values, strict=True))
+
+    def close(self) -> None:
+        self._session = None
+
+    def __enter__(self) -> OrtSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
