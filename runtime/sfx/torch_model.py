@@ -1,0 +1,142 @@
+"""The RowModel in PyTorch: CPU, or an Ascend NPU through torch_npu. The cache stays on the device.
+
+On the host with the stored dtype nothing is copied: the weights are views of the mapped checkpoint, paged in on use.
+Embeddings are gathered on the host from the mapped file, so that 1.4 GB of tables never reach the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from runtime.errors import BackendUnavailableError, CapacityError
+from runtime.modules.sfx import SfxInsideHeads, SfxLayer, SfxNorm, SfxTextHead
+from runtime.sfx.config import SfxConfig
+from runtime.sfx.generate import InsideLogits
+from runtime.sfx.row_feeds import row_feeds
+from runtime.sfx.weights import SfxWeights, inside_state, layer_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+CHUNK_ROWS = 256  # prompt rows read at once
+VIEW_ROWS = 64  # the cache is attended in whole multiples of this many rows
+
+
+class TorchRowModel:
+    """All layers in one process on one device."""
+
+    def __init__(self, weights: SfxWeights, device: str = "cpu", dtype: str | None = None) -> None:
+        self.config: SfxConfig = weights.config
+        self.device, self.dtype = open_device(device), getattr(torch, dtype or weights.dtype)
+        self._weights = weights
+
+        def matrix(x: Tensor) -> Tensor:
+            return x.to(self.device, self.dtype)
+
+        self._layers = []
+        for i in range(self.config.num_layers):
+            state = {name: x.to(self.device) for name, x in layer_state(weights, i, matrix).items()}
+            self._layers.append(SfxLayer(self.config, state, f"layers.{i}."))
+        self._norm = SfxNorm(self.config, {"norm.weight": weights.tensor("language_model.norm.weight").float()})
+        self._norm.to(self.device)
+        self._inside = SfxInsideHeads(self.config, inside_state(weights, matrix))
+        self._text = SfxTextHead({"heads.text": matrix(weights.tensor("lm_heads.0.weight")).t()})
+        self._cache: list[tuple[Tensor, Tensor]] = []
+        self._num_cached = np.zeros(0, np.int32)
+        self._capacity = 0
+
+    @property
+    def backend_name(self) -> str:
+        return f"torch {self.device.type} {str(self.dtype).removeprefix('torch.')}"
+
+    def start(self, batch: int, num_rows: int) -> None:
+        """Make room for num_rows rows per request and forget the run before."""
+        c = self.config
+        if num_rows > c.max_positions:
+            raise CapacityError(f"{num_rows} rows of prompt and sound; the model was made for {c.max_positions}: "
+                                "lower --max-new-tokens")  # fmt: skip
+        self._capacity = -(-num_rows // VIEW_ROWS) * VIEW_ROWS
+        shape = (batch, c.num_kv_heads, self._capacity, c.head_size)
+        self._cache = [
+            (torch.zeros(shape, dtype=self.dtype, device=self.device),
+             torch.zeros(shape, dtype=self.dtype, device=self.device))
+            for _ in range(c.num_layers)
+        ]  # fmt: skip
+        self._num_cached = np.zeros(batch, np.int32)
+
+    @torch.no_grad()
+    def read(self, rows: Ints, lengths: Ints) -> Floats:
+        """Read the next rows in chunks; return the hidden state of each request's last row."""
+        if int((self._num_cached + lengths).max()) > self._capacity:
+            raise CapacityError(f"{int((self._num_cached + lengths).max())} rows; room was made for {self._capacity}")
+        last = np.zeros((len(rows), self.config.hidden_size), np.float32)
+        for begin in range(0, rows.shape[1], CHUNK_ROWS):
+            chunk = rows[:, begin : begin + CHUNK_ROWS]
+            counts = np.clip(lengths - begin, 0, chunk.shape[1]).astype(np.int32)
+            hidden = self._read_chunk(chunk, counts)
+            ends = np.flatnonzero((lengths > begin) & (lengths <= begin + CHUNK_ROWS))
+            last[ends] = hidden[torch.as_tensor(ends), torch.as_tensor(counts[ends] - 1)].cpu().numpy()
+        return last
+
+    def _read_chunk(self, rows: Ints, counts: Ints) -> Tensor:
+        """Hidden states [B, R, E] after the final norm; the first counts [B] rows of each request join its cache."""
+        used = max(VIEW_ROWS, -(-int(self._num_cached.max()) // VIEW_ROWS) * VIEW_ROWS)
+        feeds = row_feeds(self.config, self._num_cached, rows.shape[1], used)
+        cos, sin, cache_mask, row_mask = (torch.from_numpy(x).to(self.device) for x in feeds.by_name().values())
+        hidden = torch.from_numpy(self._weights.embed(rows)).to(self.device)
+        for layer, (keys, values) in zip(self._layers, self._cache, strict=True):
+            past = keys[:, :, :used], values[:, :, :used]
+            hidden, key, value = layer(hidden, cos, sin, cache_mask, row_mask, *past)
+            for i, at, n in self._writes(counts):
+                keys[i, :, at : at + n] = key[i, :, :n]
+                values[i, :, at : at + n] = value[i, :, :n]
+        self._num_cached = self._num_cached + counts
+        normed: Tensor = self._norm(hidden)
+        return normed
+
+    def _writes(self, counts: Ints) -> Iterator[tuple[int, int, int]]:
+        for i, (at, n) in enumerate(zip(self._num_cached, counts, strict=True)):
+            yield i, int(at), int(n)
+
+    @torch.no_grad()
+    def inside(self, hidden: Floats) -> InsideLogits:
+        """The heads that count inside audio."""
+        slots, codes = self._inside(torch.from_numpy(hidden).to(self.device))
+        return InsideLogits(slots.cpu().numpy(), codes.cpu().numpy())
+
+    @torch.no_grad()
+    def text(self, hidden: Floats) -> Floats:
+        """The whole text head."""
+        logits: Floats = self._text(torch.from_numpy(hidden).to(self.device)).cpu().numpy()
+        return logits
+
+    def close(self) -> None:
+        """Drop weights and cache."""
+        self._layers, self._cache = [], []
+
+
+def open_device(name: str) -> torch.device:
+    """ "cpu", "npu" or "npu:1"; BackendUnavailableError says what an NPU needs."""
+    kind = name.partition(":")[0]
+    if kind == "npu":
+        try:
+            import torch_npu  # noqa: F401  # registers the device
+        except ImportError as error:
+            raise BackendUnavailableError(
+                "torch_npu is not installed; source the CANN set_env.sh and install the extra: "
+                "pip install 'moss-tts-nano-ascend[npu]'"
+            ) from error
+    elif kind != "cpu":
+        raise BackendUnavailableError(f"device {name!r}: expected cpu or npu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise BackendUnavailableError(f"device {name!r} is not known to torch ({error})") from error
