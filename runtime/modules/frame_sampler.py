@@ -17,9 +17,17 @@ class FrameSampler:
     """The settings of one frame, prepared once for all its decisions."""
 
     def __init__(
-        self, seen: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, penalty: Tensor, ranks: Tensor
+        self,
+        seen: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        penalty: Tensor,
+        ranks: Tensor,
+        shape: tuple[int, int],
     ) -> None:
-        """seen [B, Q, V]; temperature, top_k, top_p [B, 2]; penalty [B]; ranks int32 [K] counts from 0."""
+        """seen [B, Q, V]; temperature, top_k, top_p [B, 2]; penalty [B]; ranks int32 [K]; shape (Q, V)."""
+        num_codebooks, num_codes = shape
         with scope("settings"):
             self.k = len(ranks)
             self.slot_temperature, self.temperature = temperature[:, :1], temperature[:, 1:]
@@ -27,7 +35,8 @@ class FrameSampler:
             self.slot_top_k = top_k[:, :1]
             self.rank_mask = (ranks >= top_k[:, 1:]).to(torch.float32) * MASKED  # [B, K]
             r = penalty.unsqueeze(1).unsqueeze(2)
-            self.divisor = torch.where(seen > 0.0, r, 1.0)  # [B, Q, V]: x / 1 and x * 1 are exact
+            divisor = torch.where(seen > 0.0, r, 1.0).flatten(1)  # x / 1 and x * 1 are exact
+            self.divisors = torch.split(divisor, [num_codes] * num_codebooks, dim=1)  # [B, V] per codebook
 
     def decide_slot(self, logits: Tensor, u: Tensor) -> Tensor:
         """logits [B, 2] = [slot, end], u [B, 1] -> go_on int32 [B]."""
@@ -42,7 +51,7 @@ class FrameSampler:
 
     def choose_code(self, logits: Tensor, codebook: int, u: Tensor) -> Tensor:
         """logits [B, V], u [B, 1] -> code int32 [B, 1]."""
-        divisor = self.divisor[:, codebook]
+        divisor = self.divisors[codebook]
         scores = label(torch.where(logits < 0.0, logits * divisor, logits / divisor) / self.temperature, "scores")
         best, ids = torch.topk(scores, self.k, dim=-1)
         best = best + self.rank_mask
@@ -52,4 +61,4 @@ class FrameSampler:
         cdf = torch.cumsum(torch.softmax(kept, dim=-1), dim=-1)
         reached = torch.minimum(u, cdf.amax(-1, keepdim=True))  # rounding may leave the whole sum below u
         index = (cdf < reached).to(torch.int32).sum(-1, keepdim=True)
-        return label(torch.gather(ids, 1, index), "code")
+        return label(torch.gather(ids, 1, index).to(torch.int32), "code")

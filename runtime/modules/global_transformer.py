@@ -43,6 +43,7 @@ class GlobalTransformer(nn.Module):
             index = torch.minimum(rows[:, :, 1:], self.pad_row) + self.code_offsets
             return text + functional.embedding(index, self.audio_table).sum(2)
 
+    @scope("global")
     def read_prompt(self, rows: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
         """All rows at once; return hidden [B, E] of row `last` and key, value [B, H, T, D] of every layer.
 
@@ -74,6 +75,7 @@ class GlobalTransformer(nn.Module):
                 x = block.finish(x, merge_heads(attend(q, k, v, layer_mask)))
         return self.ln_f(x.squeeze(1)), cache
 
+    @scope("global")
     def read_row(
         self, row: Tensor, position: Tensor, cache_mask: Tensor, past: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runtime.config import ModelConfig
-from runtime.modules.scope import label
+from runtime.modules.scope import label, scope
 
 
 class Linear(nn.Module):
@@ -80,15 +80,16 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = Linear(config.hidden_size, config.hidden_size)
 
+    @scope("attention")
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, E] -> q, k, v [B, H, T, D], q and k rotated. q and k rotate together: one set of nodes for both."""
+        heads, size = self.num_heads, self.head_size
         qk, v = torch.split(self.qkv(x), [2 * self.hidden_size, self.hidden_size], dim=-1)
-        qk = rotate(
-            torch.unflatten(qk, 2, (2 * self.num_heads, self.head_size)).transpose(1, 2), cos, sin, self.head_size // 2
-        )
-        q, k = torch.split(qk, [self.num_heads, self.num_heads], dim=1)
-        return q, k, torch.unflatten(v, 2, (self.num_heads, self.head_size)).transpose(1, 2)
+        qk = rotate(torch.unflatten(qk, 2, (2 * heads, size)).transpose(1, 2), cos, sin, size // 2)
+        q, k = torch.split(qk, [heads, heads], dim=1)
+        return q, k, torch.unflatten(v, 2, (heads, size)).transpose(1, 2)
 
+    @scope("attention")
     def project_row(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, E], one row each -> q, k, v [B, H, 1, D]: reshapes alone, nothing moves."""
         qk, v = torch.split(self.qkv(x), [2 * self.hidden_size, self.hidden_size], dim=-1)
@@ -97,6 +98,7 @@ class Attention(nn.Module):
         return q, k, torch.unflatten(v, 1, (self.num_heads, 1, self.head_size))
 
 
+@scope("attention")
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q k^T + mask) v; the scale is already in q. Returns [B, H, T, D]."""
     scores = label(torch.matmul(q, k.transpose(2, 3)), "scores")
@@ -105,6 +107,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return label(torch.matmul(torch.softmax(scores, dim=-1), v), "context")
 
 
+@scope("attention")
 def attend_split(q: Tensor, past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attend to the cache and to the new row with one softmax, and without joining them: the past is read, never moved.
 
@@ -129,6 +132,7 @@ class Block(nn.Module):
 
     def finish(self, x: Tensor, context: Tensor) -> Tensor:
         """Add the attention output and the MLP; context and x have the same shape."""
-        x = x + self.attention.proj(context)
+        with scope("attention"):
+            x = x + self.attention.proj(context)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from runtime.config import ModelConfig
 from runtime.modules.frame_sampler import FrameSampler
 from runtime.modules.global_transformer import GlobalTransformer
+from runtime.modules.load import load_state
 from runtime.modules.local_transformer import LocalTransformer
 
 
@@ -56,7 +57,7 @@ class Frame(nn.Module):
         top_p: Tensor,
         penalty: Tensor,
     ) -> tuple[Tensor, ...]:
-        sampler = FrameSampler(seen, temperature, top_k, top_p, penalty, self.local.ranks)
+        sampler = FrameSampler(seen, temperature, top_k, top_p, penalty, self.local.ranks, self.local.shape)
         table = self.global_.audio_table
         heads = table if self.untied_heads is None else self.untied_heads
         return self.local.frame(hidden, seen, uniforms, sampler, table, heads)
@@ -84,7 +85,7 @@ class StepFrame(nn.Module):
     def forward(self, row: Tensor, position: Tensor, cache_mask: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         past, (seen, uniforms, temperature, top_k, top_p, penalty) = rest[: self.num_past], rest[self.num_past :]
         hidden, new = self.global_.read_row(row, position, cache_mask, list(past))
-        sampler = FrameSampler(seen, temperature, top_k, top_p, penalty, self.local.ranks)
+        sampler = FrameSampler(seen, temperature, top_k, top_p, penalty, self.local.ranks, self.local.shape)
         table = self.global_.audio_table
         heads = table if self.untied_heads is None else self.untied_heads
         return (hidden, *new, *self.local.frame(hidden, seen, uniforms, sampler, table, heads))
@@ -100,10 +101,3 @@ def build_llm_module(name: str, config: ModelConfig, state: Mapping[str, Tensor]
         "step_frame": lambda: StepFrame(config, max_positions, untied),
     }
     return load_state(builders[name](), state)
-
-
-def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Give a module its part of the state, without a copy: graphs share their weights in memory too."""
-    wanted = {name: state[name] for name in module.state_dict()}
-    module.load_state_dict(wanted, strict=True, assign=True)
-    return module.eval()

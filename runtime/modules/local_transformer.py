@@ -37,6 +37,7 @@ class LocalTransformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.shape = (config.n_vq, config.codebook_size)
         e, v, q, positions = config.hidden_size, config.codebook_size, config.n_vq, config.n_vq + 1
         self.layers = nn.ModuleList(Block(config) for _ in range(config.local_layers))
         self.ln_f = LayerNorm(e, config.layer_norm_eps)
@@ -51,6 +52,7 @@ class LocalTransformer(nn.Module):
         self.register_buffer("ranks", torch.arange(min(TOP_K_MAX, v), dtype=torch.int32), persistent=False)
         self.register_buffer("code_ids", torch.arange(v, dtype=torch.int32), persistent=False)
 
+    @scope("local")
     def frame(
         self, hidden: Tensor, seen: Tensor, uniforms: Tensor, sampler: FrameSampler, audio_table: Tensor, heads: Tensor
     ) -> tuple[Tensor, ...]:
@@ -62,7 +64,8 @@ class LocalTransformer(nn.Module):
         with scope("position_00_01"):
             z0, z1, cache = self._first_two(hidden)
             slot_logits = label(torch.matmul(z0, self.text_head), "slot_logits")
-            go_on = sampler.decide_slot(slot_logits, uniforms[:, :1])
+            draws = torch.split(uniforms, [1] * (q + 1), dim=1)
+            go_on = sampler.decide_slot(slot_logits, draws[0])
         codes: list[Tensor] = []
         logits: list[Tensor] = []
         z = z1
@@ -75,7 +78,7 @@ class LocalTransformer(nn.Module):
                 head = heads[i * (v + 1) : i * (v + 1) + v]
                 scores = label(torch.matmul(head, z.transpose(0, 1)).transpose(0, 1), "logits")  # [B, V]
                 scores = self._cut(scores, i)
-                codes.append(sampler.choose_code(scores, i, uniforms[:, i + 1 : i + 2]))
+                codes.append(sampler.choose_code(scores, i, draws[i + 1]))
                 logits.append(scores)
         with scope("frame"):
             all_codes = torch.cat(codes, dim=1)
