@@ -35,7 +35,11 @@ from runtime.manifest import sha256_of
 
 ConfigT = TypeVar("ConfigT", ModelConfig, CodecConfig)
 Kind = Literal["model", "codec"]
-KIND_OF_MODEL_TYPE: dict[str, Kind] = {"moss_tts_nano": "model", "moss-audio-tokenizer": "codec"}
+KIND_OF_MODEL_TYPE: dict[str, Kind] = {
+    "moss_tts_nano": "model",
+    "moss-audio-tokenizer": "codec",
+    "speech_tokenizer": "codec",  # the 24 kHz one
+}
 MADE_UP_KEY = "made_up_weights"  # our key in the config.json of a fixture
 TOKENIZER_NAME = "tokenizer.model"
 

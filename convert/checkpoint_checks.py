@@ -43,26 +43,8 @@ def model_config_findings(raw: Mapping[str, Any], config: ModelConfig) -> list[F
 
 
 def codec_config_findings(raw: Mapping[str, Any], config: CodecConfig) -> list[Finding]:
-    """Whether the stages fit each other: widths chain through the patchers, patches multiply to the frame size."""
-    channels = config.num_channels if config.channel_interleave else 1
+    """What the config says twice and differently; whether the stages fit each other CodecConfig checks itself."""
     problems: list[str] = []
-    for side, stages, last_patch, first, last, widens in (
-        ("encoder_kwargs", config.encoder, config.encoder_last_patch, 1, config.latent_size, True),
-        ("decoder_kwargs", config.decoder, config.decoder_last_patch, config.latent_size, 1, False),
-    ):
-        width, product = first, 1
-        for patch, stage in [*((s.patch_size, s) for s in stages), (last_patch, None)]:
-            if not widens and width % patch:
-                problems.append(f"{side}: width {width} does not divide by the patch {patch}")
-            width, product = (width * patch if widens else width // patch), product * patch
-            want = stage.input_size if stage else last
-            if width != want:
-                problems.append(f"{side}: a patcher of {patch} hands on width {width} where {want} is declared")
-            width = stage.output_size if stage else width
-            if stage and stage.model_size % (2 * stage.num_heads):
-                problems.append(f"{side}: d_model {stage.model_size} does not split into {stage.num_heads} even heads")
-        if product != config.samples_per_frame * channels:
-            problems.append(f"{side}: patches multiply to {product}, a frame has {config.samples_per_frame * channels}")
     if raw["quantizer_kwargs"].get("output_dim") not in (None, config.latent_size):
         problems.append(f"quantizer_kwargs: output_dim differs from input_dim {config.latent_size}")
     if raw.get("sample_rate") not in (None, config.sample_rate_hz):

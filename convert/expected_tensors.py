@@ -53,16 +53,11 @@ def expected_codec_tensors(config: CodecConfig) -> dict[str, Shape]:
     """Name -> shape in published order."""
     shapes: dict[str, Shape] = {}
     for side, stages in (("encoder", config.encoder), ("decoder", config.decoder)):
-        for index, stage in enumerate(stages):
-            shapes |= _codec_stage(f"{side}.{codec_stage_index(index)}", stage)
+        for stage in stages:
+            shapes |= _codec_stage(f"{side}.{stage.index}", stage)
         if side == "encoder":
             shapes |= _quantizer(config)
     return shapes
-
-
-def codec_stage_index(stage: int) -> int:
-    """The index of a transformer stage in upstream's module list: patchers without weights stand between them."""
-    return 2 * stage + 1
 
 
 def canonical_codec_name(name: str) -> str:
