@@ -21,6 +21,7 @@ from convert.checkpoint_checks import CONFIG_NAME, codec_config_findings, model_
 from convert.checkpoint_files import DOWNLOAD_AGAIN, FLOAT_DTYPES, damage, read_weight_files
 from convert.expected_tensors import (
     STRAY_TENSOR,
+    Shape,
     canonical_codec_name,
     expected_codec_tensors,
     expected_model_tensors,
@@ -38,8 +39,9 @@ Kind = Literal["model", "codec"]
 KIND_OF_MODEL_TYPE: dict[str, Kind] = {
     "moss_tts_nano": "model",
     "moss-audio-tokenizer": "codec",
-    "speech_tokenizer": "codec",  # the 24 kHz one
+    "speech_tokenizer": "codec",
 }
+CODEC_WITHOUT_EQUAL_PROJECTIONS = "speech_tokenizer"  # 24 kHz: a projection between equal widths does not exist
 MADE_UP_KEY = "made_up_weights"  # our key in the config.json of a fixture
 TOKENIZER_NAME = "tokenizer.model"
 
@@ -140,6 +142,8 @@ def examine(source: str | Path, wanted: Kind | None = None) -> Examination:
         _examine_tokenizer(examined, examined.config)
     else:
         expected = expected_codec_tensors(examined.config)
+        if raw["model_type"] == CODEC_WITHOUT_EQUAL_PROJECTIONS and files_are_whole:
+            _identity_projections(examined, tensors, expected)
     if not any(f.rule == "lora" for f in examined.findings):
         examined.findings += tensor_findings(tensors, file_of, expected, files_are_whole)
     if not examined.blocked:
@@ -261,6 +265,19 @@ def _tie_heads(examined: Examination, config: ModelConfig, tensors: dict[str, to
                     notice("untied", CONFIG_NAME, f"this head differs from {embedding}; the config says {says}",
                            "the head is used as it is", head)
                 )  # fmt: skip
+
+
+def _identity_projections(
+    examined: Examination, tensors: dict[str, torch.Tensor], expected: Mapping[str, Shape]
+) -> None:
+    """Write out the projections that the 24 kHz codec leaves away: the identity, exactly what upstream computes."""
+    for name, shape in expected.items():
+        if name not in tensors and name.endswith(("input_proj.weight", "output_proj.weight")) and shape[0] == shape[1]:
+            tensors[name] = torch.eye(shape[0])
+            examined.findings.append(
+                notice("identity", CONFIG_NAME, "this codec has no projection between equal widths",
+                       "the identity stands for it", name)
+            )  # fmt: skip
 
 
 def _examine_tokenizer(examined: Examination, config: ModelConfig) -> None:
