@@ -8,6 +8,7 @@ after the failing call, in the same thread: reading clears it.
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,11 @@ MEANINGS = {
     507899: "internal error of the driver: check the device with npu-smi info",
     545601: "the model timed out",
 }
+
+
+def release_number(version: str) -> tuple[int, ...]:
+    """A CANN release as comparable numbers: "8.1.RC1" -> (8, 1, 1)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def meaning(code: int) -> str:
@@ -143,6 +149,10 @@ class Acl:
     def simulated(self) -> bool:
         """Whether the module is the simulator: nothing that it computes is a device result."""
         return bool(getattr(self._module, "SIMULATED", False))
+
+    def same_module(self, other: Acl) -> bool:
+        """Whether both speak to the same `acl`; tests install one simulator after the other."""
+        return self._module is other._module
 
     @property
     def label(self) -> str:

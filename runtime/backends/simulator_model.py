@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 
+from runtime.backends.acl_api import release_number
 from runtime.backends.fake_om import FakeOm, OmTensor, is_fake_om, read_fake_om
 from runtime.backends.simulator_memory import ALIGNMENT, AclMisuse, Span
 from runtime.errors import BackendError
@@ -82,11 +82,6 @@ class SimulatedModel:
 
 def num_bytes(tensor: OmTensor) -> int:
     return int(np.prod(tensor.shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
-
-
-def release_number(version: str) -> tuple[int, ...]:
-    """A CANN release as comparable numbers: "8.1.RC1" -> (8, 1, 1)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def describe(path: Path) -> FakeOm:
