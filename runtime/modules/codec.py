@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from runtime.config import CodecConfig
@@ -33,7 +34,7 @@ class CodecEncode(nn.Module):
     def latents(self, waveform: Tensor, positions: Tensor) -> Tensor:
         """What the quantizer gets, [B, F, latent_size]."""
         block = BLOCK_FRAMES * self.config.samples_per_frame * self.config.num_channels
-        samples = waveform.transpose(1, 2).flatten(1).unflatten(1, (-1, block)).unsqueeze(-1)
+        samples = torch.unflatten(waveform.transpose(1, 2).flatten(1), 1, (-1, block)).unsqueeze(-1)
         window = Blocks(self.config.encoder)
         latents: Tensor = self.codec_encoder(samples, _blocks(positions), self.codec_ropes, window)
         return latents.flatten(1, 2)
@@ -56,14 +57,14 @@ class _Decoding(nn.Module):
 
     def waveform(self, latents: Tensor, positions: Tensor, window: Window) -> Tensor:
         samples: Tensor = self.codec_decoder(latents, positions, self.codec_ropes, window)
-        return samples.flatten(1).unflatten(1, (-1, self.config.num_channels)).transpose(1, 2)
+        return torch.unflatten(samples.flatten(1), 1, (-1, self.config.num_channels)).transpose(1, 2)
 
 
 class CodecDecode(_Decoding):
     """Codes [B, Q, F], positions [B, F] -> waveform [B, channels, N]."""
 
     def forward(self, codes: Tensor, positions: Tensor) -> Tensor:
-        latents = self.latents(codes).unflatten(1, (-1, BLOCK_FRAMES))
+        latents = torch.unflatten(self.latents(codes), 1, (-1, BLOCK_FRAMES))
         return self.waveform(latents, _blocks(positions), Blocks(self.config.decoder))
 
 
@@ -78,7 +79,7 @@ class CodecStream(_Decoding):
 
 
 def _blocks(positions: Tensor) -> Tensor:
-    return positions.unflatten(1, (-1, BLOCK_FRAMES))
+    return torch.unflatten(positions, 1, (-1, BLOCK_FRAMES))
 
 
 def build_codec_module(name: str, config: CodecConfig, state: Mapping[str, Tensor]) -> nn.Module:
@@ -88,4 +89,6 @@ def build_codec_module(name: str, config: CodecConfig, state: Mapping[str, Tenso
         "codec_decode": CodecDecode,
         "codec_stream": CodecStream,
     }
-    return load_state(builders[name](config), state)
+    with torch.device("meta"):
+        module = builders[name](config)
+    return load_state(module, state)
