@@ -1,24 +1,19 @@
-"""The checkpoint of MOSS-SoundEffect, mapped into memory and never read as a whole.
+"""The checkpoint of MOSS-SoundEffect: which tensors it holds (docs/soundeffect.md), and the state of each module.
 
-Names and shapes are in docs/soundeffect.md. A safetensors file is 8 bytes of header length, a JSON header, and the
-tensors; the host gathers embedding rows straight from the mapped file, and torch tensors are views of it (bfloat16 included).
+The host gathers embedding rows straight from the mapped file, so the tables need neither RAM nor device memory.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.errors import CheckpointError
 from runtime.sfx.config import SfxConfig
+from runtime.sfx.mapped import MappedTensors
 
 if TYPE_CHECKING:
     import torch
@@ -28,69 +23,27 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
-STORED: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(np.uint16),
-}
-DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-INDEX_NAME = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where one tensor lies."""
-
-    file: Path
-    dtype: str  # F32, F16 or BF16
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-
 
 class SfxWeights:
     """The tensors of a checkpoint directory by name; construction checks every name and shape."""
 
     def __init__(self, directory: Path, config: SfxConfig) -> None:
         self.directory, self.config = directory, config
-        self._stored = dict(_stored_tensors(directory))
-        expected = tensor_shapes(config)
-        missing = sorted(set(expected) - set(self._stored))
-        if missing:
-            raise CheckpointError(f"{directory}: {len(missing)} of {len(expected)} tensors are missing, "
-                                  f"{missing[0]} for one; download the checkpoint again")  # fmt: skip
-        unknown = sorted(set(self._stored) - set(expected))
-        if unknown:
-            raise CheckpointError(f"{directory}: {len(unknown)} tensors that MOSS-SoundEffect does not have, "
-                                  f"{unknown[0]} for one; is it this model?")  # fmt: skip
-        for name, shape in expected.items():
-            if self._stored[name].shape != shape:
-                raise CheckpointError(f"{directory}: {name}: expected {list(shape)}, got "
-                                      f"{list(self._stored[name].shape)}; config.json and weights differ")  # fmt: skip
+        self._mapped = MappedTensors(directory)
+        self._mapped.check(tensor_shapes(config), "MOSS-SoundEffect")
 
     @property
     def dtype(self) -> str:
         """The dtype of the stored matrices: "bfloat16" as released."""
-        return DTYPE_NAMES[self._stored["language_model.layers.0.self_attn.q_proj.weight"].dtype]
-
-    def array(self, name: str) -> npt.NDArray[Any]:
-        """The mapped tensor; bfloat16 as uint16 bit patterns."""
-        stored = self._stored[name]
-        # Mode "c": pages are read on use; a write (nobody writes) would stay private. torch warns about read-only maps.
-        return np.memmap(stored.file, STORED[stored.dtype], mode="c", offset=stored.offset, shape=stored.shape)
-
-    def floats(self, name: str, rows: Ints) -> Floats:
-        """Rows of a matrix, gathered from the file, as float32."""
-        found = np.asarray(self.array(name)[rows])
-        if found.dtype == np.uint16:
-            return (found.astype(np.uint32) << 16).view(np.float32)
-        return found.astype(np.float32)
+        return self._mapped.dtype("language_model.layers.0.self_attn.q_proj.weight")
 
     def tensor(self, name: str) -> torch.Tensor:
         """The mapped tensor as a torch view."""
-        import torch
+        return self._mapped.tensor(name)
 
-        view = torch.from_numpy(np.asarray(self.array(name)))
-        return view.view(torch.bfloat16) if view.dtype == torch.uint16 else view
+    def floats(self, name: str, rows: Ints) -> Floats:
+        """Rows of a matrix, gathered from the file, as float32."""
+        return as_float32(np.asarray(self._mapped.array(name)[rows]))
 
     def embed(self, rows: Ints) -> Floats:
         """Rows [..., 1 + n_vq] -> the sum of the text and code embeddings, float32 [..., E]."""
@@ -98,6 +51,13 @@ class SfxWeights:
         for book in range(self.config.n_vq):
             total = total + self.floats(f"emb_ext.{book}.weight", rows[..., 1 + book])
         return total
+
+
+def as_float32(array: npt.NDArray[Any]) -> Floats:
+    """Values as float32; uint16 is bfloat16, the upper half of a float32."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
 
 
 def tensor_shapes(config: SfxConfig) -> dict[str, tuple[int, ...]]:
@@ -149,49 +109,3 @@ def inside_state(weights: SfxWeights, matrix: Matrix) -> dict[str, torch.Tensor]
     slots = weights.tensor("lm_heads.0.weight")[[c.gen_slot_id, c.delay_slot_id]]
     codes = torch.cat([weights.tensor(f"lm_heads.{i + 1}.weight")[: c.codebook_size] for i in range(c.n_vq)])
     return {"heads.slots": matrix(slots).t(), "heads.codes": matrix(codes).t()}
-
-
-def _stored_tensors(directory: Path) -> Iterator[tuple[str, StoredTensor]]:
-    for file in _files(directory):
-        yield from _header(file)
-
-
-def _files(directory: Path) -> list[Path]:
-    index = directory / INDEX_NAME
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is no safetensors index ({error!r}); download it again") from error
-    else:
-        names = ["model.safetensors"]
-    files = [directory / name for name in names]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file} does not exist; expected model.safetensors or the shards of {INDEX_NAME}")
-    return files
-
-
-def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        first = stream.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        if not 2 <= length <= min(size - 8, 100_000_000):
-            raise CheckpointError(f"{file} is no safetensors file ({size} bytes); download it again")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{file}: its header is not JSON ({error}); download it again") from error
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{file}: damaged entry for {name}; download it again") from error
-        if dtype not in STORED:
-            raise CheckpointError(f"{file}: {name} is {dtype}; expected {', '.join(STORED)}")
-        if end - begin != math.prod(shape) * STORED[dtype].itemsize or 8 + length + end > size:
-            raise CheckpointError(f"{file}: {name} does not fit into the file of {size} bytes; download it again")
-        yield name, StoredTensor(file, dtype, shape, 8 + length + begin)
