@@ -16,7 +16,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from runtime.sampling import SamplingParams
+from runtime.backends.base import Backend, Session
+from runtime.errors import CapacityError
+from runtime.manifest import Manifest
+from runtime.sampling import MASKED, SamplingParams
+from runtime.spec import Array
+
+CACHE_BLOCK = 128  # rows by which the visible cache grows: 10 s of audio
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -61,3 +67,161 @@ class FrameModel(Protocol):
     def close(self) -> None:
         """Free sessions and device memory."""
         ...
+
+
+class HostFrameModel:
+    """A FrameModel whose cache lies in NumPy arrays; one utterance at a time (B = 1).
+
+    `fused` runs step_frame, one call per frame; otherwise step, then frame: the same mathematics in two calls.
+    `num_codebooks` below n_vq keeps the first codebooks of each frame and pads the others (MODEL.md section 4).
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        backend: Backend,
+        fused: bool = True,
+        capacity: int | None = None,
+        num_codebooks: int | None = None,
+    ) -> None:
+        self.config = manifest.model
+        self.backend_name = backend.name
+        limit = manifest.limits["max_positions"]
+        self.capacity = limit if capacity is None else min(capacity, limit)
+        names = ("prefill", "frame", "step_frame") if fused else ("prefill", "frame", "step")
+        self._sessions: dict[str, Session] = {}
+        try:
+            for name in names:
+                graph = manifest.graph(name)
+                self._sessions[name] = backend.open(graph.spec, manifest.path(graph.file))
+        except BaseException:
+            self.close()
+            raise
+        self._fused = fused
+        self._num_codebooks = num_codebooks or self.config.n_vq
+        self._cache = HostKvCache(
+            2 * self.config.num_layers, self.config.num_heads, self.config.head_size, self.capacity
+        )
+        self._hidden: Floats | None = None  # set: the next frame runs `frame` on it
+        self._codes = np.zeros((1, self.config.n_vq), np.int32)
+        self._seen = np.zeros((1, self.config.n_vq, self.config.codebook_size), np.float32)
+
+    def prefill(self, rows: Ints) -> None:
+        check_prompt_fits(len(rows), self.capacity)
+        feeds: dict[str, Array] = {
+            "rows": rows[None].astype(np.int32),
+            "positions": np.arange(len(rows), dtype=np.int32)[None],
+            "last": np.array([len(rows) - 1], np.int32),
+        }
+        outputs = self._sessions["prefill"].run(feeds)
+        layers = range(self.config.num_layers)
+        self._cache.load([outputs[f"{kind}_{i}"] for i in layers for kind in ("key", "value")])
+        self._hidden = outputs["hidden"]
+        self._seen = np.zeros_like(self._seen)
+
+    def next_frame(self, uniforms: Floats, sampling: SamplingParams, keep_logits: bool = False) -> Frame:
+        feeds: dict[str, Array] = {"seen": self._seen, "uniforms": uniforms, **sampling.feeds()}
+        if self._hidden is not None:
+            hidden, self._hidden = self._hidden, None
+            outputs = {"hidden": hidden, **self._sessions["frame"].run({"hidden": hidden, **feeds})}
+        elif self._fused:
+            outputs = self._sessions["step_frame"].run({**self._step_feeds(), **feeds})
+            self._keep_rows(outputs)
+        else:
+            outputs = self._sessions["step"].run(self._step_feeds())
+            self._keep_rows(outputs)
+            outputs |= self._sessions["frame"].run({"hidden": outputs["hidden"], **feeds})
+        self._codes, self._seen = outputs["codes"], outputs["seen_next"]
+        self._codes[:, self._num_codebooks :] = self.config.audio_pad_id
+        kept = {name: outputs[name][0] for name in ("hidden", "slot_logits", "code_logits")} if keep_logits else {}
+        return Frame(bool(outputs["go_on"][0]), self._codes[0], **kept)
+
+    def force_frame(self, codes: Ints) -> None:
+        self._codes = np.asarray(codes, np.int32)[None]
+
+    def close(self) -> None:
+        for session in self._sessions.values():
+            session.close()
+
+    def _step_feeds(self) -> dict[str, Array]:
+        position = self._cache.length
+        if position >= self.capacity:
+            raise CapacityError(
+                f"row {position + 1} does not fit: the cache holds {self.capacity} rows; shorten the text"
+            )
+        past, mask = self._cache.visible()
+        row = np.concatenate([[[self.config.audio_assistant_slot_id]], self._codes], axis=1).astype(np.int32)
+        names = [f"past_{kind}_{i}" for i in range(self.config.num_layers) for kind in ("key", "value")]
+        return {
+            "row": row[None],
+            "position": np.array([position], np.int32),
+            "cache_mask": mask,
+            **dict(zip(names, past, strict=True)),
+        }
+
+    def _keep_rows(self, outputs: dict[str, Array]) -> None:
+        layers = range(self.config.num_layers)
+        self._cache.append([outputs[f"new_{kind}_{i}"] for i in layers for kind in ("key", "value")])
+
+
+class HostKvCache:
+    """Keys and values [1, H, C, D] of every layer, allocated once for `capacity` rows.
+
+    A graph must get a contiguous array, and reading rows that are not there costs time. So the visible C is the length
+    rounded up to CACHE_BLOCK: the heads lie that far apart, and move apart in place when a block is full. Between two
+    blocks nothing moves; a new row is written where it stays.
+    """
+
+    def __init__(self, num_tensors: int, num_heads: int, head_size: int, capacity: int) -> None:
+        self.num_heads, self.head_size, self.capacity = num_heads, head_size, capacity
+        self.length = 0
+        self._visible = 0
+        self._flat = [np.zeros(num_heads * capacity * head_size, np.float32) for _ in range(num_tensors)]
+        self._mask = np.full((1, 1, 1, capacity), MASKED, np.float32)
+
+    def load(self, rows: list[Array]) -> None:
+        """Start over with the prompt's rows [1, H, T, D]."""
+        self.length = rows[0].shape[2]
+        self._visible = self._rounded(self.length + 1)
+        for flat, new in zip(self._flat, rows, strict=True):
+            self._view(flat)[:, :, : self.length] = new
+        self._mask[...] = MASKED
+        self._mask[..., : self.length] = 0
+
+    def append(self, rows: list[Array]) -> None:
+        """Write one new row [1, H, 1, D] per tensor behind the last one."""
+        if self.length >= self._visible:
+            self._grow()
+        for flat, new in zip(self._flat, rows, strict=True):
+            self._view(flat)[:, :, self.length] = new[:, :, 0]
+        self._mask[..., self.length] = 0
+        self.length += 1
+
+    def visible(self) -> tuple[list[Floats], Floats]:
+        """The arrays to feed, and the additive mask that covers their unused rows."""
+        return [self._view(flat) for flat in self._flat], self._mask[..., : self._visible]
+
+    def _view(self, flat: Floats) -> Floats:
+        size = self.num_heads * self._visible * self.head_size
+        return flat[:size].reshape(1, self.num_heads, self._visible, self.head_size)
+
+    def _rounded(self, rows: int) -> int:
+        return min(-(-rows // CACHE_BLOCK) * CACHE_BLOCK, self.capacity)
+
+    def _grow(self) -> None:
+        """Move the heads apart, the last one first, so that none is overwritten before it has moved."""
+        old, new = self._visible, self._rounded(self.length + 1)
+        used = self.length * self.head_size
+        for flat in self._flat:
+            for head in reversed(range(1, self.num_heads)):
+                source, target = head * old * self.head_size, head * new * self.head_size
+                flat[target : target + used] = flat[source : source + used].copy()
+        self._visible = new
+
+
+def check_prompt_fits(num_rows: int, capacity: int) -> None:
+    """Refuse a prompt that leaves no room for a single frame."""
+    if num_rows >= capacity:
+        raise CapacityError(
+            f"the prompt has {num_rows} rows, the cache holds {capacity}; shorten the text or the reference clip"
+        )
