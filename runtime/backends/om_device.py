@@ -108,7 +108,7 @@ def open_device(device_id: int) -> OmDevice:
         acl = import_acl()
         if _process is None or not _process.acl.same_module(acl):
             _process = _Process(acl)
-            atexit.register(shutdown)
+            atexit.register(_at_exit)
         device = _process.devices.get(device_id)
         if device is None:
             device = _process.devices[device_id] = OmDevice(_process.acl, device_id, _process.owned)
@@ -123,6 +123,14 @@ def shutdown() -> None:
         process, _process = _process, None
         if process is not None and process.owned:
             process.acl.finalize()
+
+
+def _at_exit() -> None:
+    """Finalize, unless an error left devices open: then the end of the process frees them, and they are named."""
+    if _process is not None and _process.devices:
+        LOG.warning("devices %s were not closed before the process ended", sorted(_process.devices))
+    else:
+        shutdown()
 
 
 class OmDevice:
