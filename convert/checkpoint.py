@@ -22,7 +22,6 @@ from convert.checkpoint_files import DOWNLOAD_AGAIN, FLOAT_DTYPES, damage, read_
 from convert.expected_tensors import (
     STRAY_TENSOR,
     Shape,
-    canonical_codec_name,
     expected_codec_tensors,
     expected_model_tensors,
     tied_heads,
@@ -33,6 +32,7 @@ from convert.hub_cache import resolve_source
 from runtime.config import CodecConfig, ModelConfig, read_config_json
 from runtime.errors import CheckpointError
 from runtime.manifest import sha256_of
+from runtime.modules.codec_names import canonical_codec_name
 
 ConfigT = TypeVar("ConfigT", ModelConfig, CodecConfig)
 Kind = Literal["model", "codec"]

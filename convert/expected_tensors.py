@@ -1,11 +1,11 @@
 """Names and shapes of every tensor of a checkpoint, derived from its config (MODEL.md 2.1, 2.2). No size is assumed.
 
-Canonical names are the published ones. Older codec names and the prefixes of training tools are mapped to them here.
+Canonical names are the published ones; the prefixes of training tools are mapped to them here, other names of the
+codec in runtime/modules/codec_names.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from runtime.config import CodecConfig, CodecStage, ModelConfig
@@ -15,17 +15,6 @@ Shape = tuple[int, ...]
 # Prefixes that tools put before every name: DistributedDataParallel, PEFT, torch.compile.
 TOOL_PREFIXES = ("module.", "base_model.model.", "_orig_mod.")
 STRAY_TENSOR = "local_transformer.wte.weight"  # upstream has no such table (Identity); some files carry one
-
-# Older names of the codec's weights: weight_norm as a hook, attention with one projection per step, unnamed FFN.
-_CODEC_RENAMES = (
-    (re.compile(r"\.weight_g$"), ".parametrizations.weight.original0"),
-    (re.compile(r"\.weight_v$"), ".parametrizations.weight.original1"),
-    (re.compile(r"\.self_attn\.in_proj_weight$"), ".self_attn.in_proj.weight"),
-    (re.compile(r"\.self_attn\.in_projs\.0\.weight$"), ".self_attn.in_proj.weight"),
-    (re.compile(r"\.self_attn\.out_projs\.0\.weight$"), ".self_attn.out_proj.weight"),
-    (re.compile(r"\.linear1\.weight$"), ".ffn.0.weight"),
-    (re.compile(r"\.linear2\.weight$"), ".ffn.2.weight"),
-)
 
 
 def expected_model_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -58,13 +47,6 @@ def expected_codec_tensors(config: CodecConfig) -> dict[str, Shape]:
         if side == "encoder":
             shapes |= _quantizer(config)
     return shapes
-
-
-def canonical_codec_name(name: str) -> str:
-    """The published name of a tensor that carries an older one."""
-    for pattern, replacement in _CODEC_RENAMES:
-        name = pattern.sub(replacement, name)
-    return name
 
 
 def uniform_prefix(names: Iterable[str]) -> str:

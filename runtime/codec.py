@@ -40,7 +40,12 @@ class Codec:
     """Owns its sessions; rings of finished streams are kept for the next one."""
 
     def __init__(self, config: CodecConfig, encode: Sequence[Session], stream: Sequence[Session]) -> None:
-        """`encode` and `stream`: the sessions of codec_encode and codec_stream, one per size when sizes are bound."""
+        """`encode` and `stream`: the sessions of codec_encode and codec_stream, one per size when sizes are bound.
+
+        Without a session of codec_encode it only decodes.
+        """
+        if not stream:
+            raise GenerationError("a codec needs at least one session of codec_stream")
         self.config = config
         self._encode, self._stream = _Sizes(encode), _Sizes(stream)
         self._idle: list[_Rings] = []
@@ -48,6 +53,8 @@ class Codec:
     def encode(self, waveform: Floats) -> Ints:
         """Codes [F, n_vq] of a clip [channels, N] at the codec's sample rate; a partial last frame is dropped."""
         config = self.config
+        if not self._encode.sessions:
+            raise GenerationError("this codec was opened without codec_encode: it only decodes")
         if waveform.ndim != 2 or waveform.shape[0] != config.num_channels:
             raise AudioError(f"clip: expected [{config.num_channels}, samples], got {list(waveform.shape)}")
         num_frames = waveform.shape[1] // config.samples_per_frame
@@ -171,8 +178,6 @@ class _Sizes:
     """The sessions of one graph by the number of frames they take; None is a session that takes any."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
-        if not sessions:
-            raise GenerationError("a codec needs at least one session of codec_encode and of codec_stream")
         self.sessions = tuple(sessions)
         self._by_size: dict[int, Session] = {}
         self._open: Session | None = None

@@ -23,12 +23,13 @@ from runtime.modules.codec_transformer import ROPE_TABLE, rope_name
 State = dict[str, Tensor]
 
 
-def derive_codec_state(config: CodecConfig, tensors: Mapping[str, Tensor]) -> State:
-    """The state of all codec modules, float32, from tensors by their published names."""
+def derive_codec_state(config: CodecConfig, tensors: Mapping[str, Tensor], with_encoder: bool = True) -> State:
+    """The state of all codec modules, float32, from tensors by their published names; the encoder's if wanted."""
     state: State = {}
-    for stage in (*config.encoder, *config.decoder):
+    encoder = config.encoder if with_encoder else ()
+    for stage in (*encoder, *config.decoder):
         state |= _rope_tables(stage)
-    for number, stage in enumerate(config.encoder):
+    for number, stage in enumerate(encoder):
         into = patch_order(stage.patch_size, stage.input_size)
         state |= _stage(stage, "encoder", number, tensors, into, torch.arange(stage.output_size))
     patches_behind = [*(s.patch_size for s in config.decoder[1:]), config.decoder_last_patch]
