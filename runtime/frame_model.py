@@ -61,7 +61,7 @@ class FrameModel(Protocol):
         ...
 
     def force_frame(self, codes: Ints) -> None:
-        """Replace the codes of the last frame (teacher forcing); the next step reads these instead."""
+        """Replace the codes of the last frame (teacher forcing): the next step reads these, and these count as seen."""
         ...
 
     def close(self) -> None:
@@ -105,6 +105,7 @@ class HostFrameModel:
         self._hidden: Floats | None = None  # set: the next frame runs `frame` on it
         self._codes = np.zeros((1, self.config.n_vq), np.int32)
         self._seen = np.zeros((1, self.config.n_vq, self.config.codebook_size), np.float32)
+        self._seen_before = self._seen
 
     def prefill(self, rows: Ints) -> None:
         check_prompt_fits(len(rows), self.capacity)
@@ -131,6 +132,7 @@ class HostFrameModel:
             outputs = self._sessions["step"].run(self._step_feeds())
             self._keep_rows(outputs)
             outputs |= self._sessions["frame"].run({"hidden": outputs["hidden"], **feeds})
+        self._seen_before = self._seen
         self._codes, self._seen = outputs["codes"], outputs["seen_next"]
         self._codes[:, self._num_codebooks :] = self.config.audio_pad_id
         kept = {name: outputs[name][0] for name in ("hidden", "slot_logits", "code_logits")} if keep_logits else {}
@@ -138,6 +140,9 @@ class HostFrameModel:
 
     def force_frame(self, codes: Ints) -> None:
         self._codes = np.asarray(codes, np.int32)[None]
+        self._seen = self._seen_before.copy()
+        used = np.flatnonzero(codes < self.config.codebook_size)
+        self._seen[0, used, codes[used]] = 1
 
     def close(self) -> None:
         for session in self._sessions.values():
