@@ -48,22 +48,13 @@ def _stage(
     stage: CodecStage, side: str, number: int, tensors: Mapping[str, Tensor], into: Tensor, out_of: Tensor
 ) -> State:
     theirs, ours = f"{side}.{stage.index}", f"codec_{side}.stages.{number}"
-    project_in = _projection(tensors, f"{theirs}.input_proj", stage.input_size, stage.model_size)
-    project_out = _projection(tensors, f"{theirs}.output_proj", stage.model_size, stage.output_size)
-    state = {f"{ours}.input_proj": project_in.T[into], f"{ours}.output_proj": project_out.T[:, out_of]}
+    state = {
+        f"{ours}.input_proj": tensors[f"{theirs}.input_proj.weight"].T[into],
+        f"{ours}.output_proj": tensors[f"{theirs}.output_proj.weight"].T[:, out_of],
+    }
     for layer in range(stage.num_layers):
         state |= _layer(stage, f"{theirs}.transformer.layers.{layer}", f"{ours}.layers.{layer}", tensors)
     return {name: value.to(torch.float32).contiguous() for name, value in state.items()}
-
-
-def _projection(tensors: Mapping[str, Tensor], name: str, size_in: int, size_out: int) -> Tensor:
-    """[out, in]; the 24 kHz codec has no projection where the sizes are equal."""
-    weight = tensors.get(f"{name}.weight")
-    if weight is not None:
-        return weight
-    if size_in != size_out:
-        raise CheckpointError(f"codec: tensor {name}.weight is missing; expected [{size_out}, {size_in}]")
-    return torch.eye(size_in)
 
 
 def _layer(stage: CodecStage, theirs: str, ours: str, tensors: Mapping[str, Tensor]) -> State:
