@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(PY) -m convert.demo $(if $(MODEL),--model "$(MODEL)") $(if $(CODEC),--codec "$(CODEC)")
+	$(VENV)/bin/convert-moss demo $(if $(MODEL),--model "$(MODEL)") $(if $(CODEC),--codec "$(CODEC)")
 
 test: $(STAMP) lint
 	$(PY) -m pytest -n 2

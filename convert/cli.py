@@ -7,6 +7,7 @@ import click
 from runtime.lazy_group import LazyGroup
 
 COMMANDS = {
+    "demo": ("convert.commands.demo:demo", "The main job once: convert, speak, compare, one page."),
     "doctor": (
         "convert.commands.doctor:doctor",
         "Examine a checkpoint or the CANN installation.",
