@@ -1,0 +1,48 @@
+"""What to do about a node that has no AICore kernel: the change, and the lowering that makes it."""
+
+from __future__ import annotations
+
+Fix = tuple[str, str | None]
+
+_NO_KERNEL: dict[str, Fix] = {
+    "CastLike": ("use Cast with the known type", "cast_like"),
+    "ConcatFromSequence": ("export without sequences: Concat the tensors", None),
+    "CumSum": ("Cast to int32 or float32 first", "cumsum"),
+    "Einsum": ("write the equation with Transpose, Reshape and MatMul", "einsum"),
+    "LayerNormalization": ("give it a bias of the input's type", "layer_norm"),
+    "MatMul": ("Cast to float32 around it", "matmul"),
+    "Trilu": ("multiply by a constant mask, or select with one", "trilu"),
+    "Where": ("select between int32 or float32 and Cast back, or use And/Or/Not", "where"),
+}
+_AICPU: dict[str, Fix] = {
+    "CumSum": ("narrow to int32 when the range allows it", "int32"),
+    "Div": ("narrow to int32 when the range allows it", "int32"),
+    "Expand": ("narrow to int32, or multiply by a constant of ones", "int32"),
+    "GatherElements": ("Cast the bool data to int8 around it", "int32"),
+    "MatMul": ("Cast to float32 (float16 on 310P) around it", "matmul"),
+    "Mod": ("narrow to int32 when the range allows it", "int32"),
+    "Pad": ("narrow to int32, or Concat constants", "int32"),
+    "Pow": ("narrow to int32, or multiply", "int32"),
+    "ScatterElements": ("write it as Where with a one-hot mask", "scatter"),
+    "ScatterND": ("write the rows outside the graph (delta KV), or use Where with a constant mask", "scatter"),
+    "Slice": ("make starts, ends, axes and steps constants", "slice"),
+    "TopK": ("Cast to float32, or rank by counting", "top_k"),
+    "NonZero": ("its output shape depends on data: use a mask of fixed shape", None),
+    "Multinomial": ("sample on the host", None),
+    "RandomUniform": ("feed random numbers as a graph input", None),
+    "RandomUniformLike": ("feed random numbers as a graph input", None),
+    "RandomNormal": ("feed random numbers as a graph input", None),
+    "RandomNormalLike": ("feed random numbers as a graph input", None),
+}
+
+
+def missing_kernel_fix(op_type: str, dtype: str) -> Fix:
+    if op_type.startswith("Sequence") or op_type in ("SplitToSequence", "ConcatFromSequence"):
+        return "export without sequences: tensors and Concat, Split or Slice", None
+    return _NO_KERNEL.get(op_type, (f"Cast {dtype} to float32 or int32 around it", None))
+
+
+def aicpu_fix(op_type: str, dtype: str) -> Fix:
+    if dtype == "float64":
+        return "compute in float32", "double"
+    return _AICPU.get(op_type, (f"Cast {dtype} to float32 or int32 around it", None))

@@ -1,0 +1,135 @@
+"""Numbers that half precision cannot hold, and operators that lost accuracy in other people's conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import NodeProto, TensorProto
+
+from op_patches.graph_view import GraphView, attributes, input_name
+from op_patches.readiness.loader import float_values
+from op_patches.readiness.parser import node_names
+from op_patches.readiness.report import Finding, Severity
+from op_patches.readiness.views import dtype_of
+from op_patches.targets import Certainty, Target
+
+_HALF_MAX = 65504.0
+# Where a mask or a bound enters; weights of MatMul and Conv are clipped by ATC itself (--is_weight_clip).
+_MASKING = {"Add", "Sub", "Mul", "Where", "Max", "Min", "Clip", "Pad", "Expand", "ConstantOfShape", "Concat"}
+_CHUNK = 1 << 20
+
+
+def precision_findings(views: list[GraphView], target: Target, path: Path | None) -> Iterator[Finding]:
+    for view in views:
+        tensors = {tensor.name: tensor for tensor in view.proto.initializer}
+        for node, name in zip(view.nodes, node_names(view.proto), strict=True):
+            if node.op_type in _MASKING:
+                yield from _beyond_half(node, name, view, tensors, target, path)
+            if target.half_precision and node.op_type in ("ReduceMean", "ReduceSum"):
+                yield from _sum_of_squares(node, name, view)
+            if target.half_precision and node.op_type == "ConvTranspose":
+                yield _risk(
+                    "precision.conv-transpose",
+                    name,
+                    node.op_type,
+                    "ConvTranspose lost accuracy when ATC reduced its precision (Ascend/pytorch #125)",
+                    "keep it in float32 with --keep_dtype, or use precision=origin",
+                    Certainty.REPORTED,
+                )
+            if node.op_type == "Div" and dtype_of(view, input_name(node, 0)) in ("int32", "int64"):
+                yield _risk(
+                    "precision.integer-div",
+                    name,
+                    node.op_type,
+                    "integer Div becomes RealDiv, which is not documented to truncate toward zero",
+                    "compute it on the host, or as a constant",
+                    Certainty.INFERRED,
+                    "int32",
+                )
+
+
+def _beyond_half(
+    node: NodeProto, name: str, view: GraphView, tensors: dict[str, TensorProto], target: Target, path: Path | None
+) -> Iterator[Finding]:
+    for value in _float_constants(node, view, tensors, path):
+        largest, infinite = _extremes(value)
+        if infinite:
+            yield _risk(
+                "precision.infinite-constant",
+                name,
+                node.op_type,
+                "a constant is infinite: a fully masked row, or -inf minus -inf, becomes NaN",
+                "use a finite number such as -1e4",
+                Certainty.REPORTED,
+                "finite_constants",
+            )
+        elif largest > _HALF_MAX and target.half_precision:
+            yield _risk(
+                "precision.beyond-float16",
+                name,
+                node.op_type,
+                f"a constant of magnitude {largest:.4g} overflows float16 (65504) under {target.precision}",
+                "use a finite number such as -1e4 for masks",
+                Certainty.DOCUMENTED,
+                "finite_constants",
+            )
+
+
+def _float_constants(
+    node: NodeProto, view: GraphView, tensors: dict[str, TensorProto], path: Path | None
+) -> Iterator[npt.NDArray[Any]]:
+    for index, name in enumerate(node.input):
+        if node.op_type == "Clip" and index > 0:
+            continue  # the bounds of a Clip may be as wide as they like
+        small = view.constant(name)
+        if small is not None and small.dtype.kind == "f":
+            yield small
+        elif name in tensors and small is None:
+            mapped = float_values(tensors[name], path)
+            if mapped is not None:
+                yield mapped
+    if node.op_type == "ConstantOfShape" and "value" in attributes(node):
+        fill = attributes(node)["value"]
+        if fill.data_type == TensorProto.FLOAT:
+            yield np.asarray(fill.float_data or np.frombuffer(fill.raw_data, np.float32), np.float32)
+
+
+def _extremes(values: npt.NDArray[Any]) -> tuple[float, bool]:
+    """The largest finite magnitude, and whether any element is infinite; read in chunks."""
+    flat = values.reshape(-1)
+    largest, infinite = 0.0, False
+    for start in range(0, flat.size, _CHUNK):
+        chunk = np.abs(np.asarray(flat[start : start + _CHUNK], dtype=np.float64))
+        finite = chunk[np.isfinite(chunk)]
+        infinite |= bool(np.isinf(chunk).any())
+        largest = max(largest, float(finite.max(initial=0.0)))
+    return largest, infinite
+
+
+def _sum_of_squares(node: NodeProto, name: str, view: GraphView) -> Iterator[Finding]:
+    source = view.producer(input_name(node, 0))
+    if source is None:
+        return
+    exponent = view.constant(input_name(source, 1)) if source.op_type == "Pow" else None
+    squared = source.op_type == "Mul" and len(source.input) == 2 and source.input[0] == source.input[1]
+    if squared or (exponent is not None and exponent.size == 1 and float(exponent.reshape(-1)[0]) == 2.0):
+        yield _risk(
+            "precision.sum-of-squares",
+            name,
+            node.op_type,
+            "squares are summed in half precision: values above 255 overflow (RMSNorm, LayerNorm written out)",
+            "scale before squaring, keep the island in float32 (--keep_dtype), or use precision=origin",
+            Certainty.REPORTED,
+            "layer_norm",
+        )
+
+
+def _risk(
+    rule: str, node: str, op_type: str, message: str, fix: str, certainty: Certainty, lowering: str | None = None
+) -> Finding:
+    source = "facts of ATC's precision modes and public reports (docs/readiness.md)"
+    return Finding(Severity.PRECISION, rule, node, op_type, message, fix, source, certainty, lowering=lowering)
