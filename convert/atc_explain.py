@@ -47,6 +47,7 @@ class AtcRun:
     output: str  # stdout and stderr
     num_files: int  # non-empty .om files found under the output name, whatever their suffix
     timed_out: bool = False
+    plog: str = ""  # ATC's own log files; the op compiler's Python errors are only there
 
     @property
     def succeeded(self) -> bool:
@@ -167,7 +168,7 @@ def explain(run: AtcRun, context: Context) -> Explanation:
     error = first_error(messages)
     ending = _ending(run, error)
     row = _code_row(error.code) if error else None
-    symptom, groups = _symptom(run.output)
+    symptom, groups = _symptom(run.output + run.plog)
     base: Mapping[str, Any] = ending or row or _unknown(error)
     best: Mapping[str, Any] = base if ending or symptom is None else symptom
     # What is known only from the code is not lost when a symptom says more about the cause.

@@ -71,7 +71,10 @@ def bind_shapes(model: onnx.ModelProto, spec: GraphSpec) -> onnx.ModelProto:
     del bound.graph.value_info[:]
     for value in bound.graph.output:  # a symbolic axis would win over the inferred number
         value.type.tensor_type.ClearField("shape")
-    return onnx.shape_inference.infer_shapes(bound, data_prop=True)
+    try:
+        return onnx.shape_inference.infer_shapes(bound, data_prop=True)
+    except onnx.shape_inference.InferenceError:
+        return bound  # a broken graph: every tensor counts as unknown, and the readiness check says what is wrong
 
 
 def _peak(model: onnx.ModelProto, half: bool) -> tuple[int, int]:

@@ -25,6 +25,8 @@ from convert.atc import (
 )
 from convert.atc_keep import KeepFiles, KeepList, keep_files, unmatched
 from convert.atc_memory import MemoryEstimate, estimate_memory
+from op_patches.readiness.check import check_model
+from op_patches.readiness.loader import is_outside, load_structure
 from op_patches.targets import Target
 from runtime.errors import AtcError, ManifestError
 from runtime.graphs import GRAPH_NAMES
@@ -32,8 +34,9 @@ from runtime.manifest import Manifest, OmBuild, sha256_of
 from runtime.spec import GraphSpec
 
 State = Literal["compile", "unchanged", "refused"]
-# The readiness check of a graph: what ATC would say first, or None.
-Refusal = Callable[[onnx.ModelProto, Target], str | None]
+Shapes = Mapping[str, tuple[int, ...]]
+# The readiness check of a graph at bound input shapes: what ATC would refuse it for, or None.
+Refusal = Callable[[Path, Target, Shapes], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +110,11 @@ def plan_atc(
     manifest: Manifest,
     target: Target,
     buckets: Buckets,
-    refusal: Refusal,
     graphs: Iterable[str] = (),
     keep: KeepList | None = None,
     compiler: Compiler = Compiler(),
     force: bool = False,
+    refusal: Refusal | None = None,
 ) -> AtcPlan:
     """List the ATC runs for `target`; without names, of every exported graph that a backend opens."""
     names = chosen_graphs(manifest, graphs)
@@ -129,10 +132,22 @@ def plan_atc(
         if keep is not None:
             kept = keep_files(keep, source.nodes, _ge_types(source, target), is_mixed(target))
             notes += [f"{name}: {note}" for note in kept.notes]
-        refused = refusal(source.model, target)
-        for axes in buckets.bindings(manifest.graph(name).spec, manifest.codec):
+        bindings = buckets.bindings(manifest.graph(name).spec, manifest.codec)
+        smallest = manifest.graph(name).spec.bind(**bindings[0])
+        refused = (refusal or first_refusal)(
+            manifest.path(source.file), target, {t.name: t.bound_shape for t in smallest.inputs}
+        )
+        for axes in bindings:
             jobs.append(_job(manifest, target, name, axes, source, kept, compiler, force, refused))
     return AtcPlan(manifest.directory.resolve(), target, tuple(jobs), tuple(notes))
+
+
+def first_refusal(path: Path, target: Target, shapes: Shapes) -> str | None:
+    """The first finding of the readiness check at which ATC would stop, with its code and its fix."""
+    for finding in check_model(path, target, shapes).blocking:
+        where = f"{finding.node} ({finding.op_type}): " if finding.node else ""
+        return f"{finding.code + ': ' if finding.code else ''}{where}{finding.message}; {finding.fix}"
+    return None
 
 
 def chosen_graphs(manifest: Manifest, graphs: Iterable[str]) -> list[str]:
@@ -155,7 +170,7 @@ def graph_source(manifest: Manifest, name: str, target: Target) -> GraphSource:
     path = manifest.path(file)
     if not path.is_file() or sha256_of(path) != sha256:
         raise ManifestError(f"{path} is missing or is not what the manifest lists; export and patch again")
-    model = onnx.load(str(path), load_external_data=False)
+    model = load_structure(path)
     inputs = {file: sha256}
     for location in sorted(external_locations(model)):
         external = manifest.path(location)
@@ -172,7 +187,7 @@ def external_locations(model: onnx.ModelProto) -> set[str]:
     return {
         entry.value
         for tensor in model.graph.initializer
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        if is_outside(tensor)
         for entry in tensor.external_data
         if entry.key == "location"
     }

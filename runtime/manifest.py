@@ -44,7 +44,7 @@ class OmBuild:
     axes: dict[str, int]  # every axis of the graph, bound: {"B": 1, "T": 128}
     soc_version: str  # exact, as --soc_version had it: Ascend910B3
     cann: str  # the CANN release that the target names; `versions` says which one ran
-    precision: str  # origin (float32 kept), fp16 or mixed
+    precision: str  # as --precision_mode_v2 had it: origin (float32 kept), fp16, mixed_float16 …
     file: str  # beside the manifest
     sha256: str
     num_bytes: int
