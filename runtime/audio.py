@@ -199,7 +199,7 @@ def _levels(path: Path, samples: Waveform, rate_hz: int) -> tuple[float, float, 
         raise AudioError(f"{path} is silent: peak {peak_dbfs:.0f} dBFS, expected speech above {SILENT_DBFS:.0f} dBFS")
     notes = []
     offset = float(np.abs(samples.mean(axis=1)).max())
-    levels = _window_levels(samples - samples.mean(axis=1, keepdims=True), rate_hz)
+    levels = window_levels(samples - samples.mean(axis=1, keepdims=True), rate_hz)
     loudest_dbfs = float(levels.max())
     spread = float(np.percentile(levels, 90) - np.percentile(levels, 10))
     if spread < STEADY_DB and samples.shape[1] >= MIN_SECONDS * rate_hz:
@@ -222,7 +222,7 @@ def _levels(path: Path, samples: Waveform, rate_hz: int) -> tuple[float, float, 
     return peak_dbfs, loudest_dbfs, notes
 
 
-def _window_levels(samples: Waveform, rate_hz: int) -> npt.NDArray[np.float64]:
+def window_levels(samples: Waveform, rate_hz: int) -> npt.NDArray[np.float64]:
     """RMS in dBFS of each whole 50 ms, of the mean of the channels; at least one value."""
     mono = samples.mean(axis=0, dtype=np.float64)
     window = min(int(WINDOW_SECONDS * rate_hz), len(mono))
@@ -245,7 +245,7 @@ def _to_channels(samples: Waveform, num_channels: int) -> Waveform:
 
 def _trim(waveform: Waveform, rate_hz: int) -> Waveform:
     """Cut both ends where the level stays TRIM_DB below the loudest window, leaving a margin."""
-    levels = _window_levels(waveform, rate_hz)
+    levels = window_levels(waveform, rate_hz)
     loud = np.nonzero(levels > levels.max() - TRIM_DB)[0]
     window, margin = int(WINDOW_SECONDS * rate_hz), int(TRIM_MARGIN_SECONDS * rate_hz)
     return waveform[:, max(0, int(loud[0]) * window - margin) : (int(loud[-1]) + 1) * window + margin]

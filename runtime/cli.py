@@ -8,6 +8,11 @@ from runtime.lazy_group import LazyGroup
 
 COMMANDS = {
     "say": ("runtime.commands.say:say", "Speak a text with the voice of a reference clip."),
+    "sfx": ("runtime.commands.sfx:sfx", "Generate a sound effect from a description (MOSS-SoundEffect)."),
+    "sfx-bench": ("runtime.commands.sfx_bench:sfx_bench", "Measure MOSS-SoundEffect: seconds, RTF, memory."),
+    "sfx-accuracy": ("runtime.commands.sfx_accuracy:sfx_accuracy", "Compare two backends of MOSS-SoundEffect."),
+    "text": ("runtime.commands.text:text", "Show what will be spoken for a text."),
+    "voice": ("runtime.commands.voice:voice", "Store reference voices under names."),
 }
 
 

@@ -136,7 +136,7 @@ def plan_text(text: str, tokenizer: TokenCounter, options: TextOptions | None = 
     if not any(is_speakable(part) for part in parts):
         raise TextError(f"the text {text[:40]!r} has nothing to speak: no letter, number or symbol is left of it")
     ids = [tuple(tokenizer.encode(part)) for part in parts]
-    notes += _token_notes(spoken, [i for part in ids for i in part], tokenizer)
+    notes += _token_notes(text, [i for part in ids for i in part], tokenizer)
     segments = tuple(map(Segment, parts, ids, [*pauses[:-1], 0.0]))
     return TextPlan(spoken, segments, ran, tuple(notes))
 
@@ -185,9 +185,9 @@ def _spoken_text(text: str, options: TextOptions) -> tuple[str, str, list[str]]:
     return clean(normalised.text, options.keep_emoji).text, normalised.ran, notes
 
 
-def _token_notes(spoken: str, ids: list[int], tokenizer: TokenCounter) -> list[str]:
+def _token_notes(text: str, ids: list[int], tokenizer: TokenCounter) -> list[str]:
     notes = []
-    if literals := tokenizer.control_literals(spoken):
+    if literals := tokenizer.control_literals(text):
         notes.append(f"read as ordinary text, not as control tokens: {', '.join(literals)}")
     if unknown := tokenizer.count_unknown(ids):
         notes.append(f"{unknown} tokens are unknown to the model and will not be spoken")

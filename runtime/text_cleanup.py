@@ -183,7 +183,7 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
         _rule(rf"(?<=[{CJK_LETTERS}，。！？；：、]) (?=[{CJK_LETTERS}，。！？；：、\d])|(?<=\d) (?=[{CJK_LETTERS}])"),
         lambda m: "",
     ),
-    (_rule(r" (?=[，。！？；：、])|(?<=[，。！？；：、]) "), lambda m: ""),
+    (_rule(r" (?=[，。！？；：、]|[.,](?:\s|$))|(?<=[，。！？；：、]) "), lambda m: ""),
     (
         re.compile(rf"(?P<keep>(?!))|(?<=[{CJK_LETTERS}])(?=\.?[A-Za-z])|(?<=[A-Za-z])(?=[{CJK_LETTERS}])"),
         lambda m: " ",

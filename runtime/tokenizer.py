@@ -91,8 +91,7 @@ def _load(model: bytes, path: Path) -> Any:
     try:
         return SentencePieceProcessor(model_proto=model)
     except (RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{path} is not a SentencePiece model ({reason}); download it again") from error
+        raise CheckpointError(f"{path} is not a SentencePiece model; download it again") from error
 
 
 def _user_defined_as_control(model: bytes, path: Path) -> bytes:
