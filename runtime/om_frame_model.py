@@ -9,20 +9,20 @@ prebuilt for each direction, since an output must not lie over an input (ATC_AND
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.backends.om import OmModel
+from runtime.backends.om import OmBackend, OmModel
 from runtime.backends.om_device import OmDevice, OmStream, Releases, Traffic
 from runtime.backends.om_layout import HeadRows, pack, spare_heads
 from runtime.backends.om_rows import RowCopier, RowCopy
 from runtime.config import ModelConfig
 from runtime.errors import BackendError, CapacityError, GenerationError, SpecMismatchError
 from runtime.frame_model import Floats, Frame, Ints, check_prompt_fits
+from runtime.manifest import Manifest
 from runtime.sampling import MASKED, SamplingParams
 from runtime.spec import GraphSpec
 
@@ -85,7 +85,7 @@ class _Memory:
     def __init__(self, device: OmDevice, model: ModelConfig, loaded: _Loaded, releases: Releases) -> None:
         step, frame = loaded.step.spec, loaded.frame.spec
         sizes = {t.name: t.num_bytes for t in (*step.inputs, *step.outputs, *frame.inputs, *frame.outputs)}
-        self.capacity = next(t.bound_shape[-1] for t in step.inputs if t.name == "cache_mask")
+        self.capacity = _capacity(step)  # C of the graph
 
         row_bytes = model.head_size * 4
         spare = spare_heads(model.num_heads, row_bytes)
@@ -127,6 +127,8 @@ class _Memory:
         self.host_mask = device.malloc_host(self.mask.num_bytes, releases)
         self.host_open = device.malloc_host(4, releases)  # the mask element of a row that counts
         self.host_open.data[:] = 0
+        self.host_one = device.malloc_host(4, releases)  # the seen-table's element of a code that was used
+        self.host_one.data.view(np.float32)[:] = 1
         device.acl.memset(self.cache_at, self.cache.num_bytes, 0)  # masked rows must not be NaN: 0 x NaN is NaN
 
     def pointers(self, direction: int) -> dict[str, int]:
@@ -191,12 +193,19 @@ class OmFrameModel:
     """One utterance at a time on one device; one thread at a time."""
 
     def __init__(
-        self, device: OmDevice, model: ModelConfig, graphs: OmGraphs, row_copy: RowCopy = RowCopy.AUTO
+        self,
+        device: OmDevice,
+        model: ModelConfig,
+        graphs: OmGraphs,
+        row_copy: RowCopy = RowCopy.AUTO,
+        capacity: int | None = None,
+        num_codebooks: int | None = None,
     ) -> None:
         self._device, self._model = device.share(), model
         self._releases = Releases()
         self._releases.add(self._device.close)
         self._closed = False
+        self._num_codebooks = num_codebooks or model.n_vq
         self._num_rows = 0
         self._state = "empty"  # empty: prefill first; hidden: prefill left it; row: the codes of a frame are the row
         self._direction = 0
@@ -205,6 +214,8 @@ class OmFrameModel:
         try:
             self._device.activate()
             self._open(graphs, row_copy)
+            compiled = self._memory.capacity
+            self.capacity = compiled if capacity is None else min(capacity, compiled)
         except BaseException:
             self._releases.abandon()
             raise
@@ -222,15 +233,11 @@ class OmFrameModel:
             _fill(loaded.frame, loaded.frame_datasets[direction], pointers, releases)
             _fill(loaded.step, loaded.step_datasets[direction], pointers, releases)
         releases.add(self._stream.drain)
-        row = memory.host_row.data.view(np.int32)
-        row[:] = 0
+        row = memory.host_row.data[: memory.row.end("row")].view(np.int32)
+        row[:] = self._model.audio_pad_id  # stays where a codebook is not used
         row[0] = self._model.audio_assistant_slot_id  # stays in front of the codes of every frame
         self._stream.upload(memory.row_at, memory.host_row, memory.row.end("row"))
         self._stream.synchronize()
-
-    @property
-    def capacity(self) -> int:
-        return self._memory.capacity
 
     @property
     def backend_name(self) -> str:
@@ -301,10 +308,8 @@ class OmFrameModel:
         self._enter()
         if self._state != "row":
             raise GenerationError("force_frame replaces the codes of a frame; call next_frame first")
-        memory = self._memory
-        memory.host_row.data.view(np.int32)[1 : 1 + self._model.n_vq] = codes
         try:
-            self._stream.upload(memory.row_at, memory.host_row, memory.row.end("row"))
+            self._queue_forced(np.asarray(codes, np.int32))
             self._stream.synchronize()
         except BackendError:
             self._state = "empty"
@@ -369,8 +374,19 @@ class OmFrameModel:
             stream.launch(loaded.frame.handle, *loaded.frame_datasets[self._direction])
         results = memory.results
         codes_at = memory.results_at + results.offsets["codes"]
-        stream.copy(memory.row_at + 4, codes_at, results.lengths["codes"])
+        stream.copy(memory.row_at + 4, codes_at, 4 * self._num_codebooks)
         stream.download(memory.host_results, memory.results_at, results.end("code_logits" if keep_logits else "codes"))
+
+    def _queue_forced(self, codes: Ints) -> None:
+        """Make `codes` the next row, and the seen-table what it was before the frame plus these codes."""
+        memory, stream = self._memory, self._stream
+        memory.host_row.data[4 : memory.row.end("row")].view(np.int32)[:] = codes
+        stream.upload(memory.row_at, memory.host_row, memory.row.end("row"))
+        seen, seen_before = memory.seen_at[self._direction], memory.seen_at[1 - self._direction]
+        stream.copy(seen, seen_before, memory.seen.end("seen"))
+        for codebook in np.flatnonzero(codes < self._model.codebook_size):
+            element = int(codebook) * self._model.codebook_size + int(codes[codebook])
+            stream.upload(seen + 4 * element, memory.host_one, 4)
 
     def _queue_settings(self, sampling: SamplingParams) -> None:
         """Send the sampling settings, once per change."""
@@ -392,6 +408,7 @@ class OmFrameModel:
             return raw[block.offsets[name] : block.end(name)].view(dtype).copy()
 
         go_on, codes = bool(result("go_on", np.int32)[0]), result("codes", np.int32).astype(np.int32)
+        codes[self._num_codebooks :] = self._model.audio_pad_id
         if not keep_logits:
             return Frame(go_on, codes)
         return Frame(
@@ -408,34 +425,36 @@ def _fill(model: OmModel, datasets: tuple[int, int], pointers: dict[str, int], r
         model.fill_dataset(dataset, side, pointers, releases)
 
 
-def open_frame_model(
-    device: OmDevice,
-    model: ModelConfig,
-    graphs: Sequence[OmGraph],
-    split: bool = False,
+def open_om_frame_model(
+    manifest: Manifest,
+    backend: OmBackend,
+    fused: bool = True,
+    capacity: int | None = None,
+    num_codebooks: int | None = None,
     row_copy: RowCopy = RowCopy.AUTO,
 ) -> OmFrameModel:
-    """Sort compiled graphs by name and open the frame model; `split` runs step and frame apart."""
-    by_name: dict[str, list[OmGraph]] = {}
-    for graph in graphs:
-        by_name.setdefault(graph.spec.name, []).append(graph)
+    """Open what was compiled for the device: all prefill buckets, `frame`, and the step of the smallest capacity that
+    does (the largest when no capacity is given)."""
 
-    def one(name: str) -> OmGraph:
-        found = by_name.get(name, [])
-        if len(found) != 1:
-            raise SpecMismatchError(
-                f"expected one compiled {name}, got {len(found)}; compile it with convert-moss atc … --graphs {name}"
-            )
-        return found[0]
+    def graphs(name: str) -> list[OmGraph]:
+        return [OmGraph(spec, path) for spec, path in backend.compiled(name)]
 
-    return OmFrameModel(
-        device,
-        model,
-        OmGraphs(
-            prefill=tuple(by_name.get("prefill", ())),
-            frame=one("frame"),
-            step_frame=None if split else one("step_frame"),
-            step=one("step") if split else None,
-        ),
-        row_copy,
+    steps = graphs("step_frame" if fused else "step")
+    by_capacity = {_capacity(graph.spec): graph for graph in steps}
+    largest = max(by_capacity)
+    step = by_capacity[min((c for c in by_capacity if capacity is not None and c >= capacity), default=largest)]
+    frames = graphs("frame")
+    chosen = OmGraphs(
+        prefill=tuple(graphs("prefill")),
+        frame=frames[0],
+        step_frame=step if fused else None,
+        step=None if fused else step,
     )
+    model = OmFrameModel(backend.device, manifest.model, chosen, row_copy, capacity, num_codebooks)
+    for graph in (*chosen.prefill, chosen.frame, step):
+        backend.opened.append(f"{graph.spec.name}: {backend.name} {backend.device.soc}, {graph.path.name}")
+    return model
+
+
+def _capacity(spec: GraphSpec) -> int:
+    return next(t.bound_shape[-1] for t in spec.inputs if t.name == "cache_mask")

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from runtime.assembly import open_codec, open_frame_model
 from runtime.audio import Clip, read_clip
-from runtime.backends.base import Backend, Session
+from runtime.backends.base import Backend
 from runtime.codec import Codec
 from runtime.errors import GenerationError, TextError
-from runtime.frame_model import FrameModel, HostFrameModel
+from runtime.frame_model import FrameModel
 from runtime.generate import MAX_FRAMES, Generation, generate
 from runtime.manifest import Manifest
 from runtime.prompt import PromptBuilder, Template
@@ -127,13 +128,15 @@ class Synthesizer:
         self.close()
 
 
-def open_synthesizer(manifest: Manifest, backend: Backend, template: Template = Template.PYTORCH) -> Synthesizer:
-    """Load the graphs that speaking needs on a backend with host memory (ONNX Runtime, PyTorch)."""
+def open_synthesizer(
+    manifest: Manifest, backend: Backend, template: Template = Template.PYTORCH, fused: bool = True
+) -> Synthesizer:
+    """Load the graphs that speaking needs; `fused` runs one graph per frame where there are two ways."""
     manifest.check_hashes([])  # weights and tokenizer
-
-    def open_graph(name: str) -> Session:
-        graph = manifest.graph(name)
-        return backend.open(graph.spec, manifest.path(graph.file))
-
-    codec = Codec(manifest.codec, [open_graph("codec_encode")], [open_graph("codec_stream")])
-    return Synthesizer(manifest, HostFrameModel(manifest, backend), codec, template)
+    codec = open_codec(manifest, backend)
+    try:
+        frame_model = open_frame_model(manifest, backend, fused)
+    except BaseException:
+        codec.close()
+        raise
+    return Synthesizer(manifest, frame_model, codec, template)

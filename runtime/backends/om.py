@@ -15,7 +15,7 @@ from runtime.backends.acl_api import ModelTensor, release_number
 from runtime.backends.om_device import OmDevice, OmStream, Releases, Traffic, open_device
 from runtime.backends.om_layout import pack
 from runtime.errors import BackendError, BackendUnavailableError, SpecMismatchError
-from runtime.manifest import OmBuild
+from runtime.manifest import Manifest, OmBuild
 from runtime.spec import Array, GraphSpec, TensorSpec
 
 GEAR_INPUT = "ascend_mbatch_shape_data"  # the extra input of a model compiled with --dynamic_dims
@@ -225,14 +225,37 @@ class OmSession:
 
 
 class OmBackend:
-    """Opens .om files on one device. Axes that the spec leaves open are bound to what the file was compiled for."""
+    """Opens .om files on one device: given ones, or those that a manifest lists for this device.
 
-    def __init__(self, device_id: int = 0) -> None:
+    Axes that a spec leaves open are bound to what the file was compiled for. `opened` says what was loaded.
+    """
+
+    def __init__(self, device_id: int = 0, manifest: Manifest | None = None, precision: str | None = None) -> None:
         self.device = open_device(device_id)
         self.name = self.device.label
+        self.opened: list[str] = []
+        self._manifest = manifest
+        try:
+            self._builds = [] if manifest is None else choose_builds(manifest, self.device, precision)
+        except BaseException:
+            self.device.close()
+            raise
 
     def open(self, spec: GraphSpec, path: Path) -> OmSession:
-        return OmSession(self.device, spec, path)
+        session = OmSession(self.device, spec, path)
+        self.opened.append(f"{spec.name}: {self.name} {self.device.soc}, {path.name}")
+        return session
+
+    def compiled(self, name: str) -> list[tuple[GraphSpec, Path]]:
+        """Bound spec and checked file of every compiled size of a graph, the smallest first."""
+        builds = [build for build in self._builds if build.graph == name]
+        if self._manifest is None or not builds:
+            raise BackendUnavailableError(
+                f"{name} is not compiled for {self.device.soc}; run: convert-moss atc … --graphs {name}"
+            )
+        exported = self._manifest.graph(name).spec
+        found = sorted(builds, key=lambda build: tuple(build.axes.values()))
+        return [(build.bound_spec(exported), self._manifest.check_build(build)) for build in found]
 
     def close(self) -> None:
         self.device.close()
@@ -242,3 +265,25 @@ class OmBackend:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def choose_builds(manifest: Manifest, device: OmDevice, precision: str | None) -> list[OmBuild]:
+    """The builds for this device, of one precision; each is checked before anything is loaded."""
+    for_soc = [build for build in manifest.builds if build.soc_version == device.soc]
+    if not for_soc:
+        compiled = ", ".join(sorted({build.soc_version for build in manifest.builds})) or "nothing"
+        raise BackendUnavailableError(
+            f"{manifest.directory} has no .om for {device.soc} (compiled: {compiled}); "
+            f"run: convert-moss atc {manifest.directory} --target soc={device.soc},cann={device.cann}"
+        )
+    precisions = sorted({build.precision for build in for_soc})
+    chosen = precision or ("origin" if "origin" in precisions else precisions[0])
+    if chosen not in precisions or (precision is None and len(precisions) > 1 and "origin" not in precisions):
+        raise BackendUnavailableError(
+            f"{manifest.directory}: expected one of the precisions compiled for {device.soc}, {', '.join(precisions)}, "
+            f"got {precision}; give it with --precision"
+        )
+    builds = [build for build in for_soc if build.precision == chosen]
+    for build in builds:
+        check_build(build, device)
+    return builds

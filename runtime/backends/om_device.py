@@ -126,11 +126,12 @@ def shutdown() -> None:
 
 
 def _at_exit() -> None:
-    """Finalize, unless an error left devices open: then the end of the process frees them, and they are named."""
-    if _process is not None and _process.devices:
-        LOG.warning("devices %s were not closed before the process ended", sorted(_process.devices))
-    else:
-        shutdown()
+    """Close what backends left open, then finalize."""
+    if _process is not None:
+        for device in list(_process.devices.values()):
+            device.users = 1
+            device.close()
+    shutdown()
 
 
 class OmDevice:

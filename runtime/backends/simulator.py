@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from runtime.backends.simulator_memory import POISON, AclMisuse, Span
 from runtime.backends.simulator_model import Failure, SimulatedModel, describe, num_bytes
 from runtime.errors import BackendUnavailableError
 
-__all__ = ["AclMisuse", "Simulator", "SimulatorConfig", "install", "installed", "uninstall"]
+__all__ = ["AclMisuse", "Simulator", "SimulatorConfig", "ensure_installed", "install", "installed", "uninstall"]
 
 MAX_2D_WIDTH, MAX_2D_HEIGHT = 5_000_000, 5_242_880  # C.6a
 _DTYPE_CODES = {name: code for code, name in DTYPE_BY_CODE.items()}
@@ -405,6 +405,20 @@ def uninstall() -> None:
     if getattr(sys.modules.get("acl"), "SIMULATED", False):
         for name in ("acl", "acl.rt", "acl.mdl"):
             sys.modules.pop(name, None)
+
+
+def ensure_installed(targets: Sequence[tuple[str, str]]) -> SimulatorConfig:
+    """For `--simulate`: a device of the kind that fake .om files were compiled for, (SoC, CANN) each."""
+    present = getattr(sys.modules.get("acl"), "simulator", None)
+    if isinstance(present, Simulator):
+        return present.config
+    if not targets:
+        raise BackendUnavailableError(
+            "--simulate runs what the fake atc of the tests compiled, and the manifest lists nothing of that kind; "
+            "put tests/fake_cann in front of PATH and run convert-moss atc"
+        )
+    soc, cann = targets[0]
+    return install(SimulatorConfig(soc=soc, cann=cann)).config
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from runtime.backends.select import BACKEND_NAMES
+from runtime.backends.select import BackendOptions
+from runtime.commands.backend_options import backend_options, open_chosen
 from runtime.generate import MAX_FRAMES
 from runtime.sampling import SamplingParams
 
@@ -24,8 +25,8 @@ _DEFAULTS = SamplingParams()
 @click.option("--voice", type=click.Path(path_type=Path), help="Reference clip: WAV, FLAC, OGG or MP3.")
 @click.option("--reference-text", help="What the clip says: continue it instead of cloning its voice.")
 @click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="WAV, FLAC or OGG file.")
-@click.option("--backend", "backend_name", default="ort", show_default=True, type=click.Choice(BACKEND_NAMES))
-@click.option("--threads", type=click.IntRange(1), help="Threads of the CPU backends.")
+@backend_options
+@click.option("--stats", is_flag=True, help="Say on stderr what ran each graph and, on om, what moved per frame.")
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--greedy", is_flag=True, help="The best code every time.")
 @click.option("--temperature", default=_DEFAULTS.temperature, show_default=True)
@@ -38,13 +39,22 @@ _DEFAULTS = SamplingParams()
 )
 @click.option("--mono", is_flag=True, help="Write the mean of the channels.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def say(artifacts: Path, out: Path, codes_out: Path | None, mono: bool, as_json: bool, **options: Any) -> None:
+def say(
+    artifacts: Path,
+    out: Path,
+    codes_out: Path | None,
+    mono: bool,
+    as_json: bool,
+    backend: BackendOptions,
+    stats: bool,
+    **options: Any,
+) -> None:
     """Speak a text and write it as audio.
 
     Example: run-om say --artifacts artifacts/demo --text "Hello there." --voice clip.wav --out out.wav
     """
+    from runtime.assembly import describe_run
     from runtime.audio_writer import check_output_path, write_audio
-    from runtime.backends.select import open_backend
     from runtime.manifest import Manifest
     from runtime.synthesizer import Request, open_synthesizer
 
@@ -53,8 +63,8 @@ def say(artifacts: Path, out: Path, codes_out: Path | None, mono: bool, as_json:
     text = _read_text(options["text"], options["text_file"])
     sampling = _sampling(options)
     manifest = Manifest.load(artifacts)
-    backend = open_backend(options["backend_name"], manifest, options["threads"])
-    with open_synthesizer(manifest, backend) as synthesizer:
+    opened = open_chosen(manifest, backend)
+    with open_synthesizer(manifest, opened, fused=not backend.split) as synthesizer:
         codes = None
         if options["voice"] is not None:
             clip, codes = synthesizer.read_voice(options["voice"])
@@ -62,6 +72,8 @@ def say(artifacts: Path, out: Path, codes_out: Path | None, mono: bool, as_json:
                 click.echo(f"{options['voice']}: {note}", err=True)
         request = Request(text, codes, options["reference_text"], sampling, options["seed"], options["max_frames"])
         speech = synthesizer.say(request)
+        if stats:
+            click.echo("\n".join(describe_run(synthesizer.frame_model, opened)), err=True)
     written = write_audio(out, speech.waveform, speech.sample_rate_hz, mono=mono)
     if codes_out is not None:
         _write_codes(codes_out, speech.generation.codes)

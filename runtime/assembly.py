@@ -1,0 +1,66 @@
+"""Manifest + backend -> the parts that speak: the frame model and the codec, on whatever the backend is.
+
+Backends with host memory (ONNX Runtime, PyTorch) open one session per exported graph; the OM backend opens one per
+compiled size and keeps the frame loop on the device.
+"""
+
+from __future__ import annotations
+
+from runtime.backends.base import Backend, Session
+from runtime.backends.om import OmBackend
+from runtime.codec import Codec
+from runtime.frame_model import FrameModel, HostFrameModel
+from runtime.manifest import Manifest
+from runtime.om_frame_model import OmFrameModel, open_om_frame_model
+
+
+def open_frame_model(
+    manifest: Manifest,
+    backend: Backend,
+    fused: bool = True,
+    capacity: int | None = None,
+    num_codebooks: int | None = None,
+) -> FrameModel:
+    """The frame model; arguments as of HostFrameModel. The capacity of an OM model is what was compiled, or less."""
+    if isinstance(backend, OmBackend):
+        return open_om_frame_model(manifest, backend, fused, capacity, num_codebooks)
+    return HostFrameModel(manifest, backend, fused, capacity, num_codebooks)
+
+
+def open_sessions(manifest: Manifest, backend: Backend, name: str) -> list[Session]:
+    """The sessions of one graph: one per compiled size on OM, else the exported graph."""
+    graph = manifest.graph(name)
+    if not isinstance(backend, OmBackend):
+        return [backend.open(graph.spec, manifest.path(graph.file))]
+    sessions: list[Session] = []
+    try:
+        for spec, path in backend.compiled(name):
+            sessions.append(backend.open(spec, path))
+    except BaseException:
+        for session in sessions:
+            session.close()
+        raise
+    return sessions
+
+
+def open_codec(manifest: Manifest, backend: Backend) -> Codec:
+    """The codec, encoder and streaming decoder."""
+    encode = open_sessions(manifest, backend, "codec_encode")
+    try:
+        stream = open_sessions(manifest, backend, "codec_stream")
+    except BaseException:
+        for session in encode:
+            session.close()
+        raise
+    return Codec(manifest.codec, encode, stream)
+
+
+def describe_run(frame_model: FrameModel, backend: Backend) -> list[str]:
+    """For `--stats`: which backend ran each graph, and on OM what moved per frame."""
+    from runtime.backends.cann_provider import CannBackend
+
+    if isinstance(frame_model, OmFrameModel):
+        return [*frame_model.stats.lines(), *(f"opened: {line}" for line in backend.opened)]  # type: ignore[attr-defined]
+    if isinstance(backend, CannBackend):
+        return [str(placement) for placement in backend.placements.values()]
+    return [f"every graph: {backend.name}"]
