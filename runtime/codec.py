@@ -83,7 +83,7 @@ class Codec:
         chunk = upstream_chunk_frames or max(len(codes), 1)
         with self.stream() as stream:
             pieces = []
-            for start in range(0, len(codes), chunk):
+            for start in range(0, max(len(codes), 1), chunk):
                 part = codes[start : start + chunk]
                 if upstream_chunk_frames:
                     stream.forget_for(len(part))
@@ -163,8 +163,9 @@ class DecodeStream:
     def _checked(self, codes: Ints) -> Ints:
         """Codes [n, n_vq]: codebooks that are not given are absent, which the graph reads as the code V."""
         n_vq, V = self._config.n_vq, self._config.codebook_size
-        if codes.ndim != 2 or not 1 <= codes.shape[1] <= n_vq or not len(codes):
-            raise GenerationError(f"codes: expected [frames, 1 to {n_vq}], got {list(codes.shape)}")
+        if codes.ndim != 2 or not 1 <= codes.shape[1] <= n_vq or not len(codes) or codes.dtype.kind not in "iu":
+            got = f"{codes.dtype}{list(codes.shape)}"
+            raise GenerationError(f"codes: expected whole numbers [frames, 1 to {n_vq}], got {got}")
         if codes.min() < 0 or codes.max() > V:
             raise GenerationError(
                 f"codes: expected 0 to {V - 1} ({V} for an absent codebook), got {codes.min()} to {codes.max()}"
