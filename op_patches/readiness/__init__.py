@@ -6,7 +6,7 @@
 Needs onnx and NumPy; neither torch nor CANN. docs/readiness.md says how far each rule was checked.
 """
 
-from op_patches.readiness.check import check_model, first_refusal
+from op_patches.readiness.check import check_directory, check_model, first_refusal
 from op_patches.readiness.interface import parse_input_shapes
 from op_patches.readiness.report import Finding, ReadinessReport, Severity, summary_line
 
@@ -14,6 +14,7 @@ __all__ = [
     "Finding",
     "ReadinessReport",
     "Severity",
+    "check_directory",
     "check_model",
     "first_refusal",
     "parse_input_shapes",

@@ -29,6 +29,7 @@ from op_patches.readiness.report import Finding, ReadinessReport, Severity
 from op_patches.readiness.silent import silent_losses
 from op_patches.readiness.views import TypedGraph, bind_axes, typed_graph
 from op_patches.targets import Engine, Plugin, Target
+from runtime.errors import ReadinessError
 
 
 def check_model(graph: Path | str | ModelProto, target: Target, input_shapes: Shapes | None = None) -> ReadinessReport:
@@ -66,6 +67,22 @@ def check_model(graph: Path | str | ModelProto, target: Target, input_shapes: Sh
         num_nodes=sum(engines.values()),
         remarks=(*typed.remarks, *remarks),
     )
+
+
+def check_directory(directory: Path, target: Target, input_shapes: Shapes | None = None) -> list[ReadinessReport]:
+    """Check every .onnx file below a directory; each graph takes the input shapes that bear its inputs' names."""
+    files = sorted(directory.glob("**/*.onnx"))
+    if not files:
+        raise ReadinessError(f"{directory}: holds no .onnx file")
+    shapes = input_shapes or {}
+    inputs = {file: {info.name for info in load_structure(file).graph.input} for file in files}
+    unknown = sorted(set(shapes) - set().union(*inputs.values()))
+    if unknown:
+        raise ReadinessError(f"--input-shape names {', '.join(unknown)}, which no graph in {directory} has as an input")
+    return [
+        check_model(file, target, {name: shape for name, shape in shapes.items() if name in names})
+        for file, names in inputs.items()
+    ]
 
 
 def first_refusal(graph: Path | str | ModelProto, target: Target) -> tuple[str, str] | None:
@@ -113,8 +130,10 @@ def _placements(
     findings: list[Finding] = []
     engines: Counter[Engine] = Counter()
     unknown: Counter[str] = Counter()
+    untyped = 0
     for view, node, name, placement in place_all(typed.views, target, plugins, constants):
         engines[placement.engine] += 1
+        untyped += placement.assumed
         if placement.engine is Engine.UNKNOWN:
             unknown[placement.ge_op] += 1
         found = shape_finding(node, name, view)
@@ -122,7 +141,10 @@ def _placements(
             found = placement_finding(placement, node, name)
         if found is not None:
             findings.append(found)
-    return findings, engines, [*closed_plugin_remarks(used), *unknown_kernel_remark(unknown)]
+    remarks = [*closed_plugin_remarks(used), *unknown_kernel_remark(unknown)]
+    if untyped:
+        remarks.append(f"the element type of {untyped} nodes could not be inferred; float32 is assumed for them")
+    return findings, engines, remarks
 
 
 def _once(findings: list[Finding]) -> Iterator[Finding]:

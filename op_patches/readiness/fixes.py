@@ -39,10 +39,16 @@ _AICPU: dict[str, Fix] = {
 def missing_kernel_fix(op_type: str, dtype: str) -> Fix:
     if op_type.startswith("Sequence") or op_type in ("SplitToSequence", "ConcatFromSequence"):
         return "export without sequences: tensors and Concat, Split or Slice", None
-    return _NO_KERNEL.get(op_type, (f"Cast {dtype} to float32 or int32 around it", None))
+    return _NO_KERNEL.get(op_type, (_cast_advice(dtype), None))
 
 
 def aicpu_fix(op_type: str, dtype: str) -> Fix:
     if dtype == "float64":
         return "compute in float32", "double"
-    return _AICPU.get(op_type, (f"Cast {dtype} to float32 or int32 around it", None))
+    return _AICPU.get(op_type, (_cast_advice(dtype), None))
+
+
+def _cast_advice(dtype: str) -> str:
+    if dtype in ("int32", "int16", "uint16", "int8", "uint8", "bool"):
+        return f"Cast {dtype} to float32 around it (exact below 2^24)"
+    return f"Cast {dtype} to float32 or int32 around it"

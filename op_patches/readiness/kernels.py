@@ -36,6 +36,11 @@ class Placement:
     reason: str = ""
     certainty: Certainty = Certainty.SOURCE
 
+    @property
+    def assumed(self) -> bool:
+        """Whether the dtype was not known, so that float32 had to stand in."""
+        return self.dtype is None and self.engine not in (Engine.LOCAL, Engine.UNKNOWN) and bool(self.ge_op)
+
 
 def place(node: NodeProto, view: GraphView, target: Target, plugin: Plugin, constants: Folded) -> Placement:
     """Choose the engine of one node that the parser accepts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -111,6 +111,22 @@ def summary_line(report: ReadinessReport) -> str:
     return f"{report.graph}: {verdict} for {report.target}; {report.num_nodes} nodes: {engines or 'none'}" + (
         f"; {others}" if others else ""
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FindingGroup:
+    """Findings that differ in the node alone; people read these, machines read the single ones."""
+
+    first: Finding
+    nodes: tuple[str, ...]
+
+
+def grouped(findings: Iterable[Finding]) -> list[FindingGroup]:
+    """Group findings of one kind, in the order in which each kind appears first."""
+    kinds: dict[tuple[object, ...], list[Finding]] = {}
+    for f in findings:
+        kinds.setdefault((f.severity, f.code, f.rule, f.op_type, f.fix, f.certainty), []).append(f)
+    return [FindingGroup(group[0], tuple(f.node for f in group)) for group in kinds.values()]
 
 
 ENGINE_NAMES = {
