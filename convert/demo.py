@@ -73,8 +73,8 @@ def run_demo(
         speech, files[name] = speeches[name], directory / f"demo_{name}.wav"
         written = write_audio(files[name], speech.waveform, speech.sample_rate_hz)
         report(
-            f"{files[name]}: {written.seconds:.2f} s from {speech.generation.num_frames} frames on {speech.backend_name}, "
-            f"{speech.generation.frames_per_second:.1f} frames/s"
+            f"{files[name]}: {written.seconds:.2f} s from {speech.generation.num_frames} frames "
+            f"on {speech.backend_name}, {speech.generation.frames_per_second:.1f} frames/s"
         )
     codes, waveform = _compare(speeches)
     demo = Demo(

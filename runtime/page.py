@@ -19,8 +19,8 @@ h1 { font-size: 1.5rem; margin: 0 0 .5rem } h2 { font-size: 1.1rem; margin: 2rem
 table { border-collapse: collapse; width: 100%; margin: .5rem 0 } caption { text-align: left; color: var(--dim) }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
 th { color: var(--dim); font-weight: 600 } td.number { text-align: right; font-variant-numeric: tabular-nums }
-code, pre { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere } pre { background: var(--card); padding: .6rem;
-       overflow-x: auto; white-space: pre-wrap }
+code, pre { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere }
+pre { background: var(--card); padding: .6rem; overflow-x: auto; white-space: pre-wrap }
 .verdict { padding: .6rem .9rem; border-left: 5px solid var(--dim); background: var(--card); margin: 1rem 0 }
 .good { border-color: var(--good) } .bad { border-color: var(--bad) } .warn { border-color: var(--warn) }
 b.good { color: var(--good) } b.bad { color: var(--bad) } b.warn { color: var(--warn) }
@@ -30,9 +30,12 @@ svg { width: 100%; height: auto; display: block } audio { width: 100% } .dim { c
 
 def page(title: str, *parts: str) -> str:
     """A whole page; `parts` are HTML already."""
-    head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{escape(title)}</title>"
-    body = "\n".join(parts)
-    return f"<!doctype html>\n<html lang='en'><head>{head}<style>{_STYLE}</style></head><body>\n<h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+    head = (
+        "<meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
+    )
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    return f"<!doctype html>\n<html lang='en'><head>{head}</head><body>\n{body}\n</body></html>\n"
 
 
 def section(title: str, *parts: str) -> str:
