@@ -43,7 +43,7 @@ def write_language_model(directory: Path) -> None:
     language = {
         "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_SIZE,
-        "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
         "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu",
     }  # fmt: skip
     config = {

@@ -1,0 +1,99 @@
+"""The options that run-om sfx, sfx-bench and sfx-accuracy share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from runtime.errors import TextError
+from runtime.sfx.config import seconds_to_tokens
+from runtime.sfx.prompt import SoundPrompt
+from runtime.sfx.sampling import PenaltyScope, SfxSampling
+from runtime.sfx.sound_effects import MAX_NEW_TOKENS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DTYPES = ("float32", "bfloat16", "float16")
+SAMPLING_NAMES = (
+    "temperature", "top_p", "top_k", "repetition_penalty", "text_temperature", "text_top_p", "text_top_k",
+)  # fmt: skip
+_DEFAULTS = SfxSampling()
+
+limit_option = click.option(
+    "--max-new-tokens",
+    default=MAX_NEW_TOKENS,
+    show_default=True,
+    help="Hard limit of generated rows (12.5 per second, and 18 around the sound).",
+)
+
+
+def model_options(command: F) -> F:
+    """--checkpoint, --codec, and where they run."""
+    directory = click.Path(path_type=Path, file_okay=False)
+    return _apply(
+        command,
+        click.option("--checkpoint", required=True, type=directory, help="The language model, as published."),
+        click.option("--codec", required=True, type=directory, help="The 24 kHz MOSS-Audio-Tokenizer, as published."),
+        click.option("--device", default="cpu", show_default=True, help="cpu, npu or npu:N for the language model."),
+        click.option("--dtype", type=click.Choice(DTYPES), help="Of the matrices; the stored one unless given."),
+        click.option("--codec-device", default="cpu", show_default=True, help="cpu, npu or npu:N for the codec."),
+    )
+
+
+def text_options(command: F) -> F:
+    """The fields of the prompt beside the description."""
+    return _apply(
+        command,
+        click.option("--tokens", type=int, help="Length hint for the model: 12.5 tokens are one second."),
+        click.option("--seconds", type=float, help="The same hint in seconds."),
+        click.option("--sound-event", help="The prompt field Sound Event."),
+        click.option("--quality", help="The prompt field Quality."),
+    )
+
+
+def sampling_options(command: F) -> F:
+    """The recommended decoding as defaults."""
+    names = [(f"--{name.replace('_', '-')}", name) for name in SAMPLING_NAMES]
+    options = [click.option(flag, default=getattr(_DEFAULTS, name), show_default=True) for flag, name in names]
+    scope = click.option(
+        "--penalty-scope",
+        type=click.Choice([s.value for s in PenaltyScope]),
+        default=_DEFAULTS.penalty_scope.value,
+        show_default=True,
+        help="What counts as used before: upstream's union of codebooks 1 to 15; the same shared by a batch; or each "
+        "codebook alone.",
+    )
+    greedy = click.option("--greedy", is_flag=True, help="The best id every time; the temperatures become 0.")
+    return _apply(command, *options, scope, greedy)
+
+
+def prompts_from(descriptions: Sequence[str], options: Mapping[str, Any]) -> list[SoundPrompt]:
+    """Prompts from the options of text_options."""
+    tokens, seconds = options["tokens"], options["seconds"]
+    if tokens is not None and seconds is not None:
+        raise TextError("expected --tokens or --seconds, got both; 12.5 tokens are one second")
+    if seconds is not None:
+        if not 0 < seconds < float("inf"):
+            raise TextError(f"--seconds: expected a number above 0, got {seconds}")
+        tokens = seconds_to_tokens(seconds)
+    return [
+        SoundPrompt(text, tokens, sound_event=options["sound_event"], quality=options["quality"])
+        for text in descriptions
+    ]
+
+
+def sampling_from(options: Mapping[str, Any]) -> SfxSampling:
+    """SfxSampling from the options of sampling_options."""
+    values = {name: options[name] for name in SAMPLING_NAMES}
+    if options["greedy"]:
+        values |= {"temperature": 0.0, "text_temperature": 0.0}
+    return SfxSampling(**values, penalty_scope=PenaltyScope(options["penalty_scope"]))
+
+
+def _apply(command: F, *decorators: Callable[[F], F]) -> F:
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command
