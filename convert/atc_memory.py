@@ -5,6 +5,7 @@ An estimate, not a measurement: only `acl.mdl.query_size` on a device knows. ASS
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,7 @@ def estimate_memory(model: onnx.ModelProto, spec: GraphSpec, precision: str) -> 
     half = precision == "fp16"
     cache = sum(t.num_bytes for t in spec.inputs if is_cache(t))
     io = sum(t.num_bytes for t in (*spec.inputs, *spec.outputs)) - cache
-    workspace, unknown = _peak(bind_shapes(model, spec), half)
+    workspace, unknown = _peak(bind_shapes(model, {t.name: t.bound_shape for t in spec.inputs}), half)
     return MemoryEstimate(weight_bytes(model, half), cache, io, workspace, unknown)
 
 
@@ -59,11 +60,10 @@ def weight_bytes(model: onnx.ModelProto, half: bool) -> int:
     return sum(_num_bytes(t.data_type, tuple(t.dims), half) for t in constants)
 
 
-def bind_shapes(model: onnx.ModelProto, spec: GraphSpec) -> onnx.ModelProto:
-    """Infer every shape of `model` with the inputs that `spec` binds; the model itself is left alone."""
+def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
+    """Infer every shape of `model` with its inputs bound to `shapes`; the model itself is left alone."""
     bound = onnx.ModelProto()
     bound.CopyFrom(model)
-    shapes = {t.name: t.bound_shape for t in spec.inputs}
     for value in bound.graph.input:
         if value.name in shapes:
             elem_type = value.type.tensor_type.elem_type

@@ -4,6 +4,7 @@ after every .om. An interrupted run therefore loses only what was being compiled
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -143,7 +144,7 @@ def adopt_builds(manifest: Manifest) -> list[OmBuild]:
         ]
         if stale:
             raise ManifestError(f"{path}: made from another {', '.join(stale)}; write the script again and rerun it")
-        manifest.check_build(build)
+        build = dataclasses.replace(build, fake=is_fake_om(manifest.check_build(build)))
         if build not in manifest.builds:
             manifest = manifest.with_build(build)
             adopted.append(build)

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from convert.atc_memory import bind_shapes
 from convert.cann import Host, locate
 from op_patches.readiness.check import check_model
 from op_patches.readiness.report import Severity
@@ -351,12 +352,19 @@ def elem_dtype(values: object, name: str) -> str:
 
 
 def output_shapes(model: onnx.ModelProto, path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes that a run of the graph at the bound shapes gives, as ATC's shape inference finds them."""
+    """The shapes that inference finds; where it does not reach an output, those that a run on zeros gives."""
+    names = [value.name for value in model.graph.output]
+    found = {}
+    for value in bind_shapes(model, shapes).graph.output:
+        dims = value.type.tensor_type.shape.dim
+        if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+            found[value.name] = tuple(dim.dim_value for dim in dims)
+    if len(found) == len(names):
+        return {name: found[name] for name in names}
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     feeds = {n: np.zeros(shape, elem_dtype(model.graph.input, n)) for n, shape in shapes.items()}
-    names = [value.name for value in model.graph.output]
     return {n: v.shape for n, v in zip(names, session.run(names, feeds), strict=True)}
 
 
