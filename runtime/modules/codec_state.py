@@ -99,7 +99,6 @@ def _quantizer(config: CodecConfig, tensors: Mapping[str, Tensor]) -> State:
         raise CheckpointError(f"codec: row {k} of codebook {q} is zero; it has no direction to be nearest to")
     affine = torch.stack([torch.cat([W, b[:, None]], 1).T for W, b in outward])  # [Q, dim + 1, rvq]
     all_in = torch.cat([W for W, _ in inward])  # [Q * dim, rvq]
-    later = (torch.arange(Q)[None, :] > torch.arange(Q)[:, None]).repeat_interleave(dim, 1)  # [Q, Q * dim]
     before, behind = patch_order(config.encoder_last_patch, config.latent_size), config.decoder[0].patch_size
     order_out = patch_order(behind, config.latent_size)
     state = {
@@ -109,7 +108,7 @@ def _quantizer(config: CodecConfig, tensors: Mapping[str, Tensor]) -> State:
         "codec_quantizer.project": (all_in @ W_in).T[before],
         "codec_quantizer.bias": all_in @ b_in + torch.cat([b for _, b in inward]),
         "codec_quantizer.directions": (codebooks / lengths).transpose(1, 2),
-        "codec_quantizer.subtract": (affine @ all_in.T) * later[:, None],
+        "codec_quantizer.subtract": affine @ all_in.T,
     }
     return {name: value.to(torch.float32).contiguous() for name, value in state.items()}
 

@@ -250,3 +250,10 @@ def test_a_stage_without_a_patcher_and_mono_are_read() -> None:
     assert (stage.head_size, stage.ring_frames) == (4, 3)
     with pytest.raises(CheckpointError, match="even heads"):
         CodecStage(0, 1, 1, 9, 9, 9, 3, 16, 5, 2, 10_000.0)
+
+
+def test_a_window_is_rounded_to_tokens_and_not_cut() -> None:
+    decoder = RAW["decoder_kwargs"]
+    stage = edited(decoder_kwargs=[*decoder[:3], decoder[3] | {"context_duration": 0.29}, *decoder[4:]]).decoder[1]
+    assert 100 * 0.29 < 29  # in floating point
+    assert (stage.tokens_per_frame, stage.context) == (8, 29)
