@@ -186,12 +186,9 @@ def _manifest(
 ) -> Manifest:
     data_files = {WEIGHTS_NAME: sha256_of(directory / WEIGHTS_NAME)}
     tokenizer = model.directory / TOKENIZER_NAME
-    if not tokenizer.is_file():
-        raise ExportError(
-            f"{tokenizer} is missing; the graphs cannot read text without it. Download the checkpoint again"
-        )
-    write_atomically(directory / TOKENIZER_NAME, tokenizer.read_bytes())
-    data_files[TOKENIZER_NAME] = sha256_of(directory / TOKENIZER_NAME)
+    if tokenizer.is_file():  # without one every graph works, but no text can be read: open_model has noted it
+        write_atomically(directory / TOKENIZER_NAME, tokenizer.read_bytes())
+        data_files[TOKENIZER_NAME] = sha256_of(directory / TOKENIZER_NAME)
     source: dict[str, Any] = {
         role: {"directory": str(c.directory.resolve()), "files": c.files, "dtype": c.storage_dtype}
         for role, c in (("model", model), ("codec", codec))
