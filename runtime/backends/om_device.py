@@ -241,9 +241,9 @@ class OmStream:
 
     def synchronize(self) -> None:
         """Wait until everything that was queued is done; errors of the queued work appear here."""
-        self._queued = False
         self._counts["synchronizations"] += 1
         self._acl.synchronize_stream(self._handle)
+        self._queued = False  # after a failure work may be left: `drain` waits again
 
     def drain(self) -> None:
         """Before memory is freed or used again: wait for work that an error left in the queue."""

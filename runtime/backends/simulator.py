@@ -85,7 +85,7 @@ class Simulator(SimulatorCore):
     def rt_reset_device(self, device: int) -> None:
         if device not in self._devices:
             raise Failure(107001, f"device {device} is not set")
-        if any(isinstance(item, Context) and item.device == device for item in self._handles.values()):
+        if any(isinstance(item, Context) and item.device == device for item in self._in_use()):
             raise AclMisuse(f"reset_device({device}) before its contexts are destroyed")
         self._devices.remove(device)
 
@@ -104,7 +104,7 @@ class Simulator(SimulatorCore):
     @acl_call()
     def rt_destroy_context(self, context: int) -> None:
         item = self._item(context, Context)
-        for other in self._handles.values():
+        for other in self._in_use():
             if isinstance(other, Stream | Model) and other.context is item:
                 raise AclMisuse(f"a context is destroyed before its {type(other).__name__.lower()}")
         self._remove(context, Context).alive = False
@@ -161,7 +161,7 @@ class Simulator(SimulatorCore):
             return  # Memory.free says what is wrong with it
         allocation = self._memory.span(pointer, 1).allocation
         inside = range(allocation.address, allocation.address + allocation.size)
-        if any(isinstance(item, Buffer) and item.pointer in inside for item in self._handles.values()):
+        if any(isinstance(item, Buffer) and item.pointer in inside for item in self._in_use()):
             raise AclMisuse(f"{pointer:#x} is freed before the data buffers that point into it")
         self._refuse_if_queued(f"{pointer:#x} is freed", lambda task: any(p in inside for p in task.pointers))
 
@@ -235,7 +235,7 @@ class Simulator(SimulatorCore):
     def mdl_unload(self, model: int) -> None:
         item = self._model(model)
         self._refuse_if_queued("a model is unloaded", lambda task: task.model == model)
-        if any(isinstance(other, Description) and other.model is item.model for other in self._handles.values()):
+        if any(isinstance(other, Description) and other.model is item.model for other in self._in_use()):
             raise AclMisuse("a model is unloaded before its description is destroyed")
         self._remove(model, Model)
 
@@ -334,7 +334,7 @@ class Simulator(SimulatorCore):
 
     @acl_call()
     def mdl_destroy_dataset(self, dataset: int) -> None:
-        if any(buffer in self._handles for buffer in self._item(dataset, Dataset).buffers):
+        if any(b in self._handles and b not in self._stuck for b in self._item(dataset, Dataset).buffers):
             raise AclMisuse("a dataset is destroyed before its data buffers, which nobody else can find")
         self._remove(dataset, Dataset)
 

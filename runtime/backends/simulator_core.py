@@ -89,7 +89,7 @@ def acl_call(*, values: int | None = 0, context: bool = False, initialized: bool
                 time.sleep(self._delays[name])
             with self._lock:
                 try:
-                    self._enter(name, context, initialized)
+                    self._enter(name, args, context, initialized)
                     result = method(self, *args)
                 except Failure as failure:
                     self._local.message = failure.message
@@ -117,6 +117,7 @@ class SimulatorCore:
         self._memory = Memory()
         self._handles: dict[int, object] = {}
         self._destroyed: dict[int, str] = {}
+        self._stuck: set[int] = set()  # an injected failure kept them from being freed: leaks, but nobody's bad order
         self._numbers = itertools.count(0x5000, 8)
         self._faults: list[_Fault] = []
         self._delays: dict[str, float] = {}
@@ -156,10 +157,12 @@ class SimulatorCore:
 
     # -- bookkeeping
 
-    def _enter(self, name: str, context: bool, initialized: bool) -> None:
+    def _enter(self, name: str, args: tuple[Any, ...], context: bool, initialized: bool) -> None:
         self.calls[name] += 1
         for fault in self._faults:
             if fault.call == name and fault.nth == self.calls[name]:
+                if args and name.rpartition(".")[2].startswith(("destroy_", "unload")):
+                    self._stuck.add(args[0])
                 raise Failure(fault.code, f"injected failure of acl.{name}, call {fault.nth}")
         if initialized and self._state != "ready":
             raise Failure(100001, f"acl.{name} {'before acl.init' if self._state == 'new' else 'after acl.finalize'}")
@@ -175,6 +178,10 @@ class SimulatorCore:
     def _context(self) -> Context:
         assert self._current is not None  # _enter saw to it
         return self._current
+
+    def _in_use(self) -> list[object]:
+        """Live things that must be freed before what they stand on."""
+        return [item for handle, item in self._handles.items() if handle not in self._stuck]
 
     def _new(self, item: object) -> int:
         handle = next(self._numbers)
