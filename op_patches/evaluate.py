@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import onnx
@@ -22,7 +21,7 @@ _WIDER = {
 }
 _DTYPE_ATTRIBUTES = ("to", "dtype")
 # What the two evaluators raise for a model they cannot run. ORT's own classes derive from Exception; see _ort_errors.
-_REFERENCE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError)
+_REFERENCE_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError)
 
 
 class EvaluationError(Exception):
@@ -60,13 +59,13 @@ def half_run(model: ModelProto, feeds: Mapping[str, Array], keep_float32: bool) 
     overflows = nans = 0
     for node in model.graph.node:
         rounds = not keep_float32 or any(_is_half(values[n]) for n in node.input if n)
-        for name, value in zip(node.output, _one_node(model, node, values), strict=True):
-            if value.dtype.kind == "f":
-                stored = _half(value) if rounds and not _casts_to(node, TensorProto.FLOAT, keep_float32) else value
-                overflows += int(np.isinf(stored).sum())
-                nans += int(np.isnan(stored).sum())
-                value = stored
-            values[name] = value
+        for name, computed in zip(node.output, _one_node(model, node, values), strict=True):
+            values[name] = computed
+            if computed.dtype.kind == "f":
+                if rounds and not _casts_to(node, TensorProto.FLOAT, keep_float32):
+                    values[name] = _half(computed)
+                overflows += int(np.isinf(values[name]).sum())
+                nans += int(np.isnan(values[name]).sum())
     outputs = [values[o.name] for o in model.graph.output]
     return [_half(v) if v.dtype.kind == "f" else v for v in outputs], overflows, nans
 
@@ -141,7 +140,7 @@ def _widened(model: ModelProto) -> ModelProto:
     return wide
 
 
-class Erf(OpRun):  # type: ignore[misc]  # onnx.reference ships no types for OpRun
+class Erf(OpRun):
     """The reference's Erf calls math.erf per element; equal elements need one call."""
 
     def _run(self, x: Array) -> tuple[Array]:
@@ -154,10 +153,10 @@ def _reference(model: ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            results: Sequence[Any] = ReferenceEvaluator(model, new_ops=[Erf]).run(None, dict(feeds))
+            results = ReferenceEvaluator(model, new_ops=[Erf]).run(None, dict(feeds))
         except _REFERENCE_ERRORS as error:
             raise EvaluationError(f"onnx.reference: {type(error).__name__}: {_first_line(error)}") from error
-    return [np.asarray(r) for r in results]
+    return [np.asarray(r) for r in (results.values() if isinstance(results, dict) else results)]
 
 
 def _onnxruntime(model: ModelProto, feeds: Mapping[str, Array]) -> list[Array]:

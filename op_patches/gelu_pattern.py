@@ -114,7 +114,11 @@ def _one_plus_odd(node: NodeProto | None, graph: GraphView) -> NodeProto | None:
         return None
     for a, b in ((0, 1), (1, 0)):
         producer = graph.producer(node.input[a])
-        if producer is not None and producer.op_type in ("Erf", "Tanh") and as_scalar(graph.constant(node.input[b])) == 1:
+        if (
+            producer is not None
+            and producer.op_type in ("Erf", "Tanh")
+            and as_scalar(graph.constant(node.input[b])) == 1
+        ):
             return producer
     return None
 

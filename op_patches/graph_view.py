@@ -21,7 +21,7 @@ from runtime.errors import PatchError
 
 Array = npt.NDArray[Any]
 Dim = int | str | None
-LARGE_BYTES = 1 << 16  # above this a tensor is weight, not structure: nothing reads its values
+LARGE_BYTES = 1 << 20  # above this a tensor is weight, not structure: nothing reads its values
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 
@@ -132,6 +132,14 @@ class GraphView:
         if is_external(tensor) or tensor.ByteSize() > LARGE_BYTES:
             return None
         return numpy_helper.to_array(tensor)
+
+    def add_constants(self, tensors: Mapping[str, TensorProto]) -> None:
+        """Add initializers to the graph; one that takes over a node's output is known as constant from here on."""
+        self.proto.initializer.extend(tensors.values())
+        self._initializers |= tensors
+        for name in tensors:
+            self._producers.pop(name, None)
+            self._cache.pop(name, None)
 
     def is_constant(self, name: str) -> bool:
         """Whether the value is fixed in the file, whatever its size."""
@@ -254,7 +262,9 @@ def _types(graph: GraphProto) -> dict[str, TensorType]:
             types[info.name] = _tensor_type(info.type.tensor_type)
     for node in graph.node:
         if node.op_type == "Constant" and node.output[0] not in types:
-            types |= {node.output[0]: TensorType(a.t.data_type, tuple(a.t.dims)) for a in node.attribute if a.HasField("t")}
+            for attribute in node.attribute:
+                if attribute.HasField("t"):
+                    types[node.output[0]] = TensorType(attribute.t.data_type, tuple(attribute.t.dims))
     return types
 
 

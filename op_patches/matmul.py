@@ -1,10 +1,10 @@
 """MatMul that ATC's MatMul does not take -> MatMul that it does.
 
-    vector operand    [K] @ B -> Squeeze(Unsqueeze([K]) @ B), the same on the right: the plugin reshapes nothing and GE's
-                      BatchMatMulV2 wants two axes or more (atc_onnx_ops.json, MatMul)
-    integers          Cast to float32, multiply, Cast back, when |A| * |B| * K < 2^24 is proven: then every partial sum
-                      is an integer that float32 holds exactly
-    double            refused: no engine on the chip computes it, and float32 would change the numbers
+vector operand    [K] @ B -> Squeeze(Unsqueeze([K]) @ B), the same on the right: the plugin reshapes nothing and GE's
+                  BatchMatMulV2 wants two axes or more (atc_onnx_ops.json, MatMul)
+integers          Cast to float32, multiply, Cast back, when |A| * |B| * K < 2^24 is proven: then every partial sum
+                  is an integer that float32 holds exactly
+double            refused: no engine on the chip computes it, and float32 would change the numbers
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rules about the model as a whole, none of which changes a number.
 
-    local_functions   calls of model.functions -> their bodies; CANN's parser knows no functions (section 3)
-    node_order        nodes sorted so that producers come first
-    dead_nodes        nodes that nothing reads are removed: the parser refuses an unknown operator even there
-    opset_imports     "ai.onnx" -> "", unused domains dropped: a second domain is E16005 up to CANN 9.2.0-beta.1
+local_functions   calls of model.functions -> their bodies; CANN's parser knows no functions (section 3)
+node_order        nodes sorted so that producers come first
+dead_nodes        nodes that nothing reads are removed: the parser refuses an unknown operator even there
+opset_imports     "ai.onnx" -> "", unused domains dropped: a second domain is E16005 up to CANN 9.2.0-beta.1
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx
+import onnx.inliner
 from onnx import ModelProto
 
 from op_patches.graph_view import all_graphs

@@ -80,7 +80,9 @@ def _name_nodes(graphs: list[GraphProto]) -> list[LoweredNode]:
     for graph in graphs:
         for index, node in enumerate(graph.node):
             old = node.name
-            wish = _ODD.sub("_", old) or f"{node.op_type}_{index}_{_ODD.sub('_', next((o for o in node.output if o), ''))}"
+            wish = (
+                _ODD.sub("_", old) or f"{node.op_type}_{index}_{_ODD.sub('_', next((o for o in node.output if o), ''))}"
+            )
             if old == wish and old not in taken:
                 taken.add(old)
                 continue

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from op_patches.graph_view import GraphView, stores_float16
 from op_patches.rewriter import Builder
@@ -57,10 +57,16 @@ def normalized_axes(axis: int, rank: int | None) -> list[int] | None:
 
 
 def normalize(
-    new: Builder, graph: GraphView, x: str, axes: list[int], epsilon: float, centred: bool
+    new: Builder,
+    graph: GraphView,
+    x: str,
+    axes: list[int],
+    epsilon: float,
+    centred: bool,
+    elem: int | None = None,
 ) -> tuple[Normalized, str]:
-    """Write the quotient; return it and the form taken."""
-    elem = graph.elem(x) or TensorProto.FLOAT
+    """Write the quotient; return it and the form taken. `elem` is the type of an x that was only just written."""
+    elem = elem or graph.elem(x) or TensorProto.FLOAT
     form = choose_form(graph, elem)
     if form == ISLAND:
         elem = TensorProto.FLOAT
@@ -82,5 +88,4 @@ def normalize(
 
 
 def _typed(value: float, elem: int) -> np.ndarray[tuple[int, ...], np.dtype[np.floating]]:
-    dtype = {TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}.get(elem, np.float32)
-    return np.asarray(value, dtype=dtype)
+    return np.asarray(value, dtype=helper.tensor_dtype_to_np_dtype(elem))

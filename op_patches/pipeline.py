@@ -1,6 +1,6 @@
 """The ordered lowerings for a target, with the reason for each place in the order, and the run.
 
-    patched, report = apply_lowerings(model, Target.parse("910B4"))
+patched, report = apply_lowerings(model, Target.parse("910B4"))
 """
 
 from __future__ import annotations
@@ -12,20 +12,47 @@ from dataclasses import dataclass
 import onnx
 from onnx import ModelProto
 
+from op_patches.arg_extrema import ARG_EXTREMA
+from op_patches.bool_data import BOOL_DATA
+from op_patches.cast_like import CAST_LIKE
+from op_patches.clip import CLIP
 from op_patches.constant import CONSTANT, SPARSE_INITIALIZER
+from op_patches.dropout import DROPOUT
+from op_patches.einsum import EINSUM
+from op_patches.finite_masks import FINITE_MASKS
+from op_patches.fold_constants import FOLD_CONSTANTS
+from op_patches.function_body import FUNCTION_BODY
+from op_patches.fused_conv import FUSED_CONV
+from op_patches.fused_matmul import FUSED_MATMUL
+from op_patches.gather_nd import GATHER_ND
 from op_patches.gelu import GELU
 from op_patches.gelu_pattern import GELU_PATTERN
 from op_patches.gemm import GEMM
 from op_patches.graph_view import all_graphs, bind_shapes, is_external, skeleton
+from op_patches.int64_kernels import INT64_KERNELS
+from op_patches.is_nan import IS_NAN
 from op_patches.layer_norm import LAYER_NORM
 from op_patches.matmul import MATMUL
 from op_patches.matmul_conv1x1 import MATMUL_CONV1X1
 from op_patches.model_rules import DEAD_NODES, LOCAL_FUNCTIONS, NODE_ORDER, OPSET_IMPORTS
 from op_patches.names import NAMES
+from op_patches.narrow_int64 import NARROW_INT64
+from op_patches.opset import OPSET_17
 from op_patches.proof import Prover
 from op_patches.report import LoweringReport, RuleReport
 from op_patches.rewriter import Rule, copy_model
+from op_patches.rms_norm import RMS_NORM
+from op_patches.rotary_embedding import ROTARY_EMBEDDING
+from op_patches.scatter import SCATTER
+from op_patches.shape_slice import SHAPE_SLICE
+from op_patches.skip_layer_norm import SKIP_LAYER_NORM
+from op_patches.slice_bounds import SLICE_BOUNDS
 from op_patches.targets import Target
+from op_patches.top_k import top_k
+from op_patches.transpose import TRANSPOSE
+from op_patches.trilu import TRILU
+from op_patches.variadic import VARIADIC
+from op_patches.where_bool import WHERE_BOOL
 from runtime.errors import PatchError
 
 log = logging.getLogger(__name__)
@@ -43,9 +70,12 @@ class Step:
 class Options:
     """What the user may ask for beyond the target."""
 
-    matmul: str = "keep"  # or "conv1x1"
+    matmul: str = "keep"  # or "conv1x1": matrices as 1x1 convolutions
+    top_k: str = "keep"  # or "rank": ranks by counting on every type
 
     def __post_init__(self) -> None:
+        if self.top_k not in ("keep", "rank"):
+            raise PatchError(f"top_k={self.top_k}: expected keep or rank")
         if self.matmul not in ("keep", "conv1x1"):
             raise PatchError(f"matmul={self.matmul}: expected keep or conv1x1")
 
@@ -59,9 +89,20 @@ def steps_for(target: Target, options: Options | None = None) -> tuple[Step, ...
         Step((NAMES,), "every later report and every new name builds on a unique node name"),
         Step((SPARSE_INITIALIZER, CONSTANT), "rules read constants in one form only"),
         Step((DEAD_NODES,), "nothing below should spend a proof on what nobody reads"),
-        Step((GELU,), "operators younger than opset 17 become primitives before the opset is lowered"),
+        Step((CLIP, TRANSPOSE, DROPOUT), "trivial forms go before anything has to look through them"),
+        Step(_FOREIGN, "a foreign operator hides the types behind it, so these repeat until all types are known"),
         Step((LAYER_NORM,), _LAYER_NORM_WHY),
-        Step((GELU_PATTERN,), "after Gelu, whose products it must find in their final form"),
+        Step((FUNCTION_BODY, CONSTANT), "what opset 17 lacks becomes primitives, and bodies hold odd Constants"),
+        Step((FOLD_CONSTANTS,), "shapes and axes must be constants before the opset rule makes attributes of them"),
+        Step((OPSET_17,), "now every operator exists at 17; the rules below write opset 13 … 17"),
+        Step((SHAPE_SLICE, CAST_LIKE, TRILU, EINSUM), "operators that parse but have no kernel"),
+        Step((FOLD_CONSTANTS,), "their masks and shapes become constants"),
+        Step((SLICE_BOUNDS, GATHER_ND, ARG_EXTREMA, VARIADIC), "operators whose plugin refuses or misreads a form"),
+        Step((SCATTER, top_k(always=options.top_k == "rank"), IS_NAN), "operators whose kernel is on AICPU"),
+        Step((INT64_KERNELS,), "exact for every value, so it comes before the rule that needs a proven range"),
+        Step((NARROW_INT64, BOOL_DATA, WHERE_BOOL), "types without a kernel, also in what the rules above wrote"),
+        Step((FINITE_MASKS,), "after folding, which turns computed masks into constants"),
+        Step((GELU_PATTERN,), "after Gelu and folding, whose constants it must find in their final form"),
         Step((GEMM, MATMUL), "Gemm makes MatMul"),
     ]
     if options.matmul == "conv1x1":
@@ -71,6 +112,15 @@ def steps_for(target: Target, options: Options | None = None) -> tuple[Step, ...
     ]
     return tuple(steps)
 
+
+_FOREIGN: tuple[Rule, ...] = (
+    GELU,
+    FUSED_MATMUL,
+    FUSED_CONV,
+    RMS_NORM,
+    SKIP_LAYER_NORM,
+    ROTARY_EMBEDDING,
+)
 
 _LAYER_NORM_WHY = (
     "the decomposed form parses in every release and GE fuses it again; the plugin for LayerNormalization is closed up "

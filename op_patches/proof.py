@@ -1,6 +1,6 @@
 """Measure that a replacement equals what it replaces, before it enters the graph.
 
-The matched nodes and the replacement become two small models with the same inputs. The original runs in the next wider
+The matched nodes and the replacement become two small models with equal inputs. The original runs in the next wider
 precision through `onnx.reference` (through ONNX Runtime where the reference lacks the operator); the replacement runs
 as it is through ONNX Runtime with optimizations off. Inputs: random, and extreme (mean 1,000 with deviation 1,000, tiny,
 constant, zero, wide). A third run stores intermediate results in float16 and counts overflows and NaN.
@@ -24,11 +24,12 @@ from op_patches.graph_view import FLOATS, Array, GraphView, TensorType, stores_f
 from op_patches.report import HalfProof, SiteProof
 
 FLOAT16_MAX = 65504.0
+WEIGHT_BYTES = 1 << 12
 MAX_ELEMENTS = 1 << 25  # a site with larger tensors than this is not measured, and so not rewritten
 
 # Allowed |difference| relative to the largest |value| of the output, on random and on extreme inputs. Float32 sums of
 # ~1,000 terms differ by ~1e-6 between summation orders; an offset of 1,000 costs three digits more (condition number).
-TOLERANCES = {
+TOLERANCES: dict[int, tuple[float, float]] = {
     TensorProto.FLOAT16: (4e-3, 2e-2),
     TensorProto.BFLOAT16: (3e-2, 6e-2),
     TensorProto.DOUBLE: (1e-6, 1e-4),
@@ -47,6 +48,7 @@ class Site:
     constants: Mapping[str, TensorProto]
     new_opsets: Mapping[str, int]
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    observer: Sequence[NodeProto] = ()  # what reads the result, where only its view of it must stay equal
 
 
 class ProofFailed(Exception):  # noqa: N818  (not an error of the program: the caller turns it into a refusal)
@@ -85,9 +87,9 @@ def difference(reference: Array, got: Array) -> float:
 
 def _prove(site: Site) -> SiteProof:
     boundary = _boundary(site)
-    outputs = [n for n in site.old[-1].output if n and site.view.uses(n)]
-    original = _model(site, site.old, boundary, outputs, site.view.opsets, {})
-    replacement = _model(site, site.new, boundary, outputs, site.new_opsets, site.constants)
+    outputs = _outputs(site)
+    original = _model(site, (*site.old, *site.observer), boundary, outputs, site.view.opsets, {})
+    replacement = _model(site, (*site.new, *site.observer), boundary, outputs, site.new_opsets, site.constants)
     reason = "no inputs that the original accepts were found"
     for shapes in _shape_choices(site, boundary):
         try:
@@ -95,6 +97,13 @@ def _prove(site: Site) -> SiteProof:
         except EvaluationError as error:  # a guess for an open axis may not suit the operator; try the next
             reason = str(error)
     raise ProofFailed(f"not measured: {reason}")
+
+
+def _outputs(site: Site) -> list[str]:
+    """What is compared: what something reads of the last node, or the observer's result."""
+    if site.observer:
+        return list(site.observer[-1].output)
+    return [n for n in site.old[-1].output if n and site.view.uses(n)]
 
 
 def _measure(
@@ -107,7 +116,7 @@ def _measure(
     worst = {"random": 0.0, "extreme": 0.0}
     half = _HalfCount(site, boundary)
     compared = 0
-    for case in _CASES:
+    for case in _CASES if boundary else _CASES[:1]:  # a constant is the same in every case
         rng = np.random.default_rng(zlib.crc32(case.name.encode()))
         feeds = {n: _draw(case, rng, n, t, shapes[n], site) for n, t in boundary.items()}
         want = run_original(original, feeds)
@@ -115,14 +124,14 @@ def _measure(
         for index, (reference, value) in enumerate(zip(want, got, strict=True)):
             gap = difference(reference, _like(reference, value))
             if gap > _allowed(site, boundary, reference, case.kind):
-                name = site.old[-1].output[index]
+                name = _outputs(site)[index]
                 raise ProofFailed(f"differs by {gap:.3g} in {name} on inputs {case.name}")
             worst[case.kind] = max(worst[case.kind], gap)
             compared += int(np.isfinite(reference).any()) if reference.dtype.kind == "f" else 1
         half.add(original, replacement, feeds)
     if not compared:
         raise ProofFailed("not measured: the original gave no finite number on any input")
-    return SiteProof(len(_CASES), worst["random"], worst["extreme"], half.proof())
+    return SiteProof(len(_CASES) if boundary else 1, worst["random"], worst["extreme"], half.proof())
 
 
 def _allowed(site: Site, boundary: Mapping[str, TensorType], reference: Array, kind: str) -> float:
@@ -224,13 +233,21 @@ def _draw(
     return rng.integers(max(low, limits.min), min(high, limits.max), shape, endpoint=True).astype(dtype)
 
 
+def _literal(view: GraphView, name: str) -> Array | None:
+    """A constant that enters the proof by value. Float weights do not: a proof for any values holds for these too."""
+    value = view.constant(name)
+    if value is not None and value.dtype.kind not in "iub" and value.nbytes > WEIGHT_BYTES:
+        return None
+    return value
+
+
 def _boundary(site: Site) -> dict[str, TensorType]:
     """What the site reads from outside and what the proof must draw; small constants stay constants."""
     made = {name for node in (*site.old, *site.new) for name in node.output} | set(site.constants)
     names = dict.fromkeys(n for node in (*site.old, *site.new) for n in node.input if n and n not in made)
     boundary: dict[str, TensorType] = {}
     for name in names:
-        if site.view.constant(name) is not None:
+        if _literal(site.view, name) is not None:
             continue
         kind = site.view.type_of(name)
         if kind is None or kind.shape is None:
@@ -244,7 +261,10 @@ def _shape_choices(site: Site, boundary: Mapping[str, TensorType]) -> list[dict[
     names = dict.fromkeys(d for t in boundary.values() for d in t.shape or () if isinstance(d, str))
     distinct = {name: 3 + i for i, name in enumerate(names)}
     choices = [
-        {n: tuple(d if isinstance(d, int) else table.get(d or "", rest) for d in t.shape or ()) for n, t in boundary.items()}
+        {
+            n: tuple(d if isinstance(d, int) else table.get(d or "", rest) for d in t.shape or ())
+            for n, t in boundary.items()
+        }
         for table, rest in ((distinct, 2), (dict.fromkeys(names, 4), 4), (dict.fromkeys(names, 1), 1))
     ]
     for shapes in choices[:1]:
@@ -266,9 +286,9 @@ def _model(
 ) -> onnx.ModelProto:
     read = {n for node in nodes for n in node.input if n}
     made = {n for node in nodes for n in node.output}
-    initializers = [constants[n] for n in constants if n in read]
+    initializers = [constants[n] for n in constants if n in read or n in outputs]
     for name in sorted(read - made - set(constants) - set(boundary)):
-        value = site.view.constant(name)
+        value = _literal(site.view, name)
         if value is not None:
             initializers.append(numpy_helper.from_array(value, name))
     graph = helper.make_graph(
@@ -308,10 +328,10 @@ def _signature(site: Site) -> tuple[Any, ...]:
         )
 
     used = tuple(bool(site.view.uses(n)) for n in site.old[-1].output)
-    structure = (shape_of(site.old), shape_of(site.new), used)
-    values = []
+    structure = (shape_of(site.old), shape_of(site.new), shape_of(site.observer), used)
+    values: list[Any] = []
     for name in numbers:
-        value = site.view.constant(name)
+        value = _literal(site.view, name)
         if name in site.constants:
             values.append(site.constants[name].raw_data or repr(site.constants[name].ListFields()[1:]))
         elif value is not None:

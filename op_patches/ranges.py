@@ -15,7 +15,7 @@ from op_patches.graph_view import GraphView, attributes
 
 INT32_MAX = (1 << 31) - 1
 _MAX_DEPTH = 64
-_NARROW = {
+_NARROW: dict[int | None, tuple[int, int]] = {
     TensorProto.BOOL: (0, 1),
     TensorProto.INT8: (-128, 127),
     TensorProto.UINT8: (0, 255),
@@ -44,7 +44,7 @@ class Range:
 
     @property
     def fits_int32(self) -> bool:
-        return -(1 << 31) <= self.low and self.high <= INT32_MAX
+        return self.low >= -(1 << 31) and self.high <= INT32_MAX
 
 
 def value_range(graph: GraphView, name: str, depth: int = 0) -> Range | None:
@@ -56,12 +56,17 @@ def value_range(graph: GraphView, name: str, depth: int = 0) -> Range | None:
         return Range(int(constant.min()), int(constant.max()))
     node = graph.producer(name)
     computed = _of_node(graph, node, depth) if node is not None and depth < _MAX_DEPTH else None
-    limits = _NARROW.get(graph.elem(name) or 0)
+    limits = _NARROW.get(graph.elem(name))
     if limits is None:
         return computed
     typed = Range(*limits)
     inside = computed is not None and typed.low <= computed.low and computed.high <= typed.high
     return computed if inside else typed  # an overflow wraps, so only the type's own range is sure
+
+
+def node_range(graph: GraphView, node: NodeProto) -> Range | None:
+    """The bounds of what a node computes, in unlimited integers: whether a narrower type would hold it."""
+    return _of_node(graph, node, 0)
 
 
 def _of_node(graph: GraphView, node: NodeProto, depth: int) -> Range | None:
@@ -76,6 +81,9 @@ def _of_node(graph: GraphView, node: NodeProto, depth: int) -> Range | None:
         value = attributes(node).get("value")
         fill = int(np.ravel(_array(value))[0]) if value is not None else 0
         return Range(fill, fill)
+    if op == "Pad":
+        operands = [value_range(graph, i, depth + 1) for i in (node.input[0], *node.input[2:3]) if i]
+        return _union([*operands, *([] if len(operands) > 1 else [Range(0, 0)])])
     operands = [value_range(graph, i, depth + 1) for i in node.input if i]
     if op == "Where":
         return _union(operands[1:])
@@ -103,6 +111,8 @@ def _of_arithmetic(graph: GraphView, node: NodeProto, operands: list[Range]) -> 
         return _fitting(min(corners), max(corners))
     if node.op_type == "Div" and b.low > 0:
         return _fitting(-a.largest, a.largest)
+    if node.op_type == "Pow" and b.low >= 0 and b.high <= 64:
+        return _fitting(-(a.largest**b.high) if a.low < 0 else 0, max(1, a.largest**b.high))
     if node.op_type == "Mod" and b.low > 0:
         return Range(min(0, 1 - b.high), b.high - 1)
     if node.op_type == "Neg":
@@ -138,7 +148,7 @@ def _union(ranges: list[Range | None]) -> Range | None:
 
 def _fitting(low: int, high: int) -> Range | None:
     """The range, unless int64 itself may have wrapped."""
-    return Range(low, high) if -(1 << 63) <= low and high < (1 << 63) else None
+    return Range(low, high) if low >= -(1 << 63) and high < (1 << 63) else None
 
 
 def _array(tensor: TensorProto) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:

@@ -23,7 +23,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from op_patches.graph_view import Array, GraphView, all_graphs, subgraphs, used_names, views
 from op_patches.proof import ProofFailed, Prover, Site
-from op_patches.report import LoweredNode, RefusedNode, RuleReport
+from op_patches.report import LoweredNode, RefusedNode, RuleReport, SiteProof
 from op_patches.targets import Target
 from runtime.errors import PatchError
 
@@ -44,6 +44,7 @@ class Rewrite:
     detail: str = ""  # for the report: which form was taken and why
     group: tuple[NodeProto, ...] = ()  # matched nodes besides the root; each goes once nothing reads it any more
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of integer inputs, proven by the check
+    observer: tuple[NodeProto, ...] = ()  # the proof compares what these make of the result (see finite_masks)
 
 
 LowerFunction = Callable[[NodeProto, GraphView, "Builder"], "Rewrite | Refusal | None"]
@@ -60,7 +61,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """A node rule: its name, the operators it looks at, and the function."""
+    """A node rule: its name, the operators it looks at (none: all of them), and the function."""
 
     name: str
     op_types: tuple[str, ...]
@@ -82,8 +83,11 @@ class Lowering:
             remove_dead_nodes(model)
         raise PatchError(f"lowering {self.name} did not come to an end after {_MAX_PASSES} passes; this is a bug")
 
+    def _looks_at(self, node: NodeProto) -> bool:
+        return not self.op_types or node.op_type in self.op_types
+
     def _matching_views(self, model: ModelProto, target: Target) -> list[GraphView]:
-        if not any(n.op_type in self.op_types for g in all_graphs(model.graph) for n in g.node):
+        if not any(self._looks_at(n) for g in all_graphs(model.graph) for n in g.node):
             return []
         return views(model, target)
 
@@ -95,21 +99,26 @@ class Lowering:
         replaced: dict[int, list[NodeProto]] = {}
         taken: set[str] = set()  # outputs of nodes that this pass already matched
         for index, node in enumerate(view.nodes):
-            if node.op_type not in self.op_types or taken.intersection(node.output):
+            if not self._looks_at(node) or taken.intersection(node.output):
                 continue
             builder = Builder(self.name, node, view, namer)
             result = self.lower(node, view, builder)
+            if result is None:
+                continue
             if isinstance(result, Rewrite):
                 if any(taken.intersection(member.output) for member in result.group):
                     continue  # overlaps a match of this pass; the next pass sees what became of it
-                result = _proved(result, node, view, builder, prover)
-            if isinstance(result, Refusal):
-                refused.append(RefusedNode(node_label(node), result.reason))
-            elif result is not None:
-                replaced[index] = builder.nodes
-                taken.update(name for member in (*result.rewrite.group, node) for name in member.output)
-                view.proto.initializer.extend(builder.constants.values())
-                lowered.append(LoweredNode(node_label(node), node.op_type, result.rewrite.detail, result.proof))
+                proof = _prove(result, node, view, builder, prover)
+            else:
+                proof = result
+            if isinstance(proof, Refusal):
+                refused.append(RefusedNode(node_label(node), proof.reason))
+                continue
+            assert isinstance(result, Rewrite)
+            replaced[index] = builder.nodes
+            taken.update(name for member in (*result.group, node) for name in member.output)
+            view.add_constants(builder.constants)
+            lowered.append(LoweredNode(node_label(node), node.op_type, result.detail, proof))
         if replaced:
             nodes = [new for i, old in enumerate(view.nodes) for new in replaced.get(i, [old])]
             del view.proto.node[:]
@@ -117,21 +126,15 @@ class Lowering:
         return lowered
 
 
-@dataclass(frozen=True, slots=True)
-class _Proved:
-    rewrite: Rewrite
-    proof: Any
-
-
-def _proved(
-    rewrite: Rewrite, node: NodeProto, view: GraphView, builder: Builder, prover: Prover
-) -> _Proved | Refusal:
-    made = {name for new in builder.nodes for name in new.output}
+def _prove(rewrite: Rewrite, node: NodeProto, view: GraphView, builder: Builder, prover: Prover) -> SiteProof | Refusal:
+    made = {name for new in builder.nodes for name in new.output} | set(builder.constants)
     missing = [name for name in node.output if name and name not in made and view.uses(name)]
     assert not missing, f"{builder.rule} left outputs {missing} of {node_label(node)} without a producer"
-    site = Site(view, (*rewrite.group, node), builder.nodes, builder.constants, view.opsets, rewrite.ranges)
+    site = Site(
+        view, (*rewrite.group, node), builder.nodes, builder.constants, view.opsets, rewrite.ranges, rewrite.observer
+    )
     try:
-        return _Proved(rewrite, prover.prove(site))
+        return prover.prove(site)
     except ProofFailed as failure:
         return Refusal(f"proof: {failure}")
 
@@ -157,8 +160,9 @@ class Namer:
 class Builder:
     """Collects the replacement of one node. Names read `<node>/<rule>/<operator>`."""
 
-    def __init__(self, rule: str, node: NodeProto, graph: GraphView, namer: Namer) -> None:
+    def __init__(self, rule: str, node: NodeProto, graph: GraphView, namer: Namer, opset: int | None = None) -> None:
         self.rule = rule
+        self.opset = opset or graph.opset  # of the nodes that are written
         self.nodes: list[NodeProto] = []
         self.constants: dict[str, TensorProto] = {}
         self._graph = graph
@@ -176,25 +180,31 @@ class Builder:
         self.nodes.append(helper.make_node(op_type, list(inputs), outputs, name=name, **attributes))
         return outputs
 
-    def const(self, value: Array | float | int | Sequence[int], like: str | None = None, hint: str = "const") -> str:
+    def const(
+        self, value: Array | np.generic | float | Sequence[int], like: str | None = None, hint: str = "const"
+    ) -> str:
         """Add a constant; `like` gives a value whose element type it takes. Sequences of int become int64."""
         array = np.asarray(value)
         if like is not None:
             kind = self._graph.type_of(like)
             assert kind is not None, f"{self.rule} asks for a constant like {like}, whose type is unknown"
             array = array.astype(helper.tensor_dtype_to_np_dtype(kind.elem))
-        elif array.dtype.kind == "i" and not isinstance(value, np.ndarray):
+        elif isinstance(value, int | list | tuple):
             array = array.astype(np.int64)
         name = self._namer.fresh(f"{self._base}/{hint}")
         self.constants[name] = numpy_helper.from_array(array, name)
         return name
+
+    def fixed(self, out: str, value: Array) -> None:
+        """Make an output of the old node a constant."""
+        self.constants[out] = numpy_helper.from_array(value, out)
 
     def cast(self, value: str, elem: int, out: str | None = None) -> str:
         return self.op("Cast", value, out=out, to=elem)
 
     def reduce(self, op_type: str, value: str, axes: Sequence[int], keepdims: int = 1, out: str | None = None) -> str:
         """A reduction: axes are an attribute up to opset 17 (ReduceSum: 12) and an input after it."""
-        if self._graph.opset >= (13 if op_type == "ReduceSum" else 18):
+        if self.opset >= (13 if op_type == "ReduceSum" else 18):
             return self.op(op_type, value, self.const(list(axes), hint="axes"), out=out, keepdims=keepdims)
         return self.op(op_type, value, out=out, axes=list(axes), keepdims=keepdims)
 
@@ -252,9 +262,7 @@ def _remove_dead(graph: GraphProto) -> list[NodeProto]:
 def _sorted_nodes(graph: GraphProto) -> list[NodeProto]:
     """Nodes in an order where producers come first; the file's own order when it already is one."""
     producers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
-    reads = [
-        {*node.input, *(n for inner in subgraphs(node) for n in used_names(inner))} for node in graph.node
-    ]
+    reads = [{*node.input, *(n for inner in subgraphs(node) for n in used_names(inner))} for node in graph.node]
     before = [{producers[n] for n in names if n in producers} - {i} for i, names in enumerate(reads)]
     if all(max(b, default=-1) < i for i, b in enumerate(before)):
         return list(graph.node)
