@@ -19,12 +19,13 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_co
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from convert.atc_explain import AtcRun, Context, Explanation, explain
-from convert.atc_plan import AtcJob, AtcPlan, Compiler
+from convert.atc_explain import FAILURE_LINE, SUCCESS_LINE, AtcRun, Context, Explanation, explain, parse_messages
+from convert.atc_plan import AtcJob, AtcPlan, Compiler, graph_source
 from convert.cann import Host, is_fake_atc, locate, sourced_environment
 from op_patches.readiness.loader import load_structure
+from op_patches.targets import Target
 from runtime.backends.fake_om import is_fake_om
 from runtime.errors import AtcError, ManifestError
 from runtime.manifest import Manifest, OmBuild, sha256_of, write_atomically
@@ -53,6 +54,15 @@ class JobResult:
     seconds: float
     build: OmBuild | None
     explanation: Explanation | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "name": self.job.name,
+            "seconds": round(self.seconds, 3),
+            "build": self.build.to_dict() if self.build else None,
+            "failure": dataclasses.asdict(self.explanation) if self.explanation else None,
+        }
 
 
 def find_atc(host: Host | None = None) -> AtcEnvironment | None:
@@ -126,6 +136,22 @@ def run_plan(
             pool.shutdown(wait=True, cancel_futures=True)
     order = {job.name: index for index, job in enumerate(plan.jobs)}
     return sorted(results, key=lambda r: order[r.job.name])
+
+
+def explain_log(manifest: Manifest, target: Target, log: Path) -> Explanation:
+    """Explain a log that another machine made; the graph follows from its name, <graph>-<axes>.atc.log."""
+    try:
+        output = log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise AtcError(f"{log} is not readable ({error.strerror})") from error
+    if SUCCESS_LINE in output:
+        raise AtcError(f"{log} ends with ATC's success line; there is nothing to explain")
+    graph = log.name.split("-", 1)[0]
+    source = graph_source(manifest, graph, target)
+    ended = FAILURE_LINE in output or parse_messages(output)
+    run = AtcRun(255 if ended else 137, 0.0, output, 0, plog=_read_plog(log.with_suffix(".plog")))
+    onnx = str(manifest.path(source.file))
+    return explain(run, Context(str(manifest.directory), str(target), graph, onnx, str(log), source.nodes))
 
 
 def adopt_builds(manifest: Manifest) -> list[OmBuild]:
