@@ -52,16 +52,20 @@ class Cleaned:
 
 
 def clean(text: str, keep_emoji: bool = False) -> Cleaned:
-    """One line of speakable text ("" when nothing is left), and what was removed on the way."""
+    """One line of speakable text, and what was removed on the way. Lines of punctuation alone go: "" may be left."""
     visible, notes = _visible(text, keep_emoji)
-    lines = [tidy for line in _unwrap(visible.split("\n")) if (tidy := _tidy(_without_markdown(line)))]
+    lines = [
+        tidy
+        for line in filter(None, _unwrap(visible.split("\n")))
+        if is_speakable(tidy := _tidy(_without_markdown(line)))
+    ]
     return Cleaned(_join([with_sentence_end(line) for line in lines]), tuple(notes))
 
 
 def with_sentence_end(line: str) -> str:
     """The line with a full stop of its own script, unless it ends in punctuation."""
     core = line.rstrip(CLOSERS)
-    if not core or unicodedata.category(core[-1])[0] not in "LMNS":
+    if not core or (unicodedata.category(core[-1])[0] not in "LMNS" and core[-1] not in "%‰"):
         return line
     script = next((c for c in reversed(core) if unicodedata.category(c)[0] == "L"), "")
     return line + ("。" if _CJK.match(script) else "।" if _INDIC.match(script) else ".")
@@ -98,6 +102,8 @@ def _visible(text: str, keep_emoji: bool) -> tuple[str, list[str]]:
             else:
                 removed[c] += 1
         else:
+            if c in ".,!?;:" and i and _EMOJI.match(text[i - 1]) and kept[-1:] == [" "]:
+                kept.pop()  # "all 🙂!" has no space before the mark once the emoji is gone
             kept.append(c)
     notes = []
     if removed:
@@ -119,13 +125,13 @@ def _listed(characters: Counter[str]) -> str:
 
 def _unwrap(lines: list[str]) -> list[str]:
     """Join a line to the one before when it starts with a lower-case letter: it was broken for width, not meaning."""
-    joined: list[str] = []
+    groups: list[list[str]] = []
     for line in map(str.strip, lines):
-        if joined and joined[-1] and line[:1].islower():
-            joined[-1] += " " + line
+        if groups and groups[-1][-1] and line[:1].islower():
+            groups[-1].append(line)
         else:
-            joined.append(line)
-    return joined
+            groups.append([line])
+    return [" ".join(group) for group in groups]
 
 
 def _without_markdown(line: str) -> str:
@@ -192,7 +198,6 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
 
 
 def _join(lines: list[str]) -> str:
-    text = ""
-    for line in lines:
-        text += line if not text or text[-1] in "。！？；：，、" else " " + line
-    return text
+    """Sentences one after another: a space between them, unless a full-width mark stands there."""
+    spaced = (line if line[-1] in "。！？；：，、" else line + " " for line in lines)
+    return "".join(spaced).rstrip()
