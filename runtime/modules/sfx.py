@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from runtime.modules.scope import label, scope
 from runtime.sfx.config import SfxConfig
 
 LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -49,10 +50,10 @@ class SfxLayer(_State):
     norm_q: Tensor
     norm_k: Tensor
 
-    def __init__(self, config: SfxConfig, state: Mapping[str, Tensor], prefix: str) -> None:
+    def __init__(self, config: SfxConfig, state: Mapping[str, Tensor], prefix: str = "") -> None:
         super().__init__(LAYER_MATRICES + LAYER_NORMS, state, prefix)
         self.eps = config.rms_norm_eps
-        self.heads, self.kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
+        self.kv_heads, self.group, self.head_size = config.num_kv_heads, config.heads_per_kv, config.head_size
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache_mask: Tensor, row_mask: Tensor, key: Tensor, value: Tensor
@@ -60,24 +61,25 @@ class SfxLayer(_State):
         """x float32 [B, R, E], key and value [B, G, C, D] -> x, new key, new value [B, G, R, D]."""
         dtype = self.q.dtype
         y = rms_norm(x, self.norm_1, self.eps).to(dtype)
-        q = self._rotated(y @ self.q, self.heads, self.norm_q, cos, sin).to(dtype)
-        new_key = self._rotated(y @ self.k, self.kv_heads, self.norm_k, cos, sin).to(dtype)
-        new_value = torch.unflatten(y @ self.v, 2, (self.kv_heads, self.head_size)).transpose(1, 2)
-        q = torch.unflatten(q, 1, (self.kv_heads, self.heads // self.kv_heads)).flatten(2, 3)
-        mixed = attention(q, key, value, cache_mask, new_key, new_value, row_mask)
-        mixed = torch.unflatten(mixed, 2, (self.heads // self.kv_heads, -1)).flatten(1, 2)
-        x = x + (mixed.transpose(1, 2).flatten(2, 3) @ self.o).to(torch.float32)
-        y = rms_norm(x, self.norm_2, self.eps).to(dtype)
-        y = functional.silu(y @ self.gate) * (y @ self.up)
-        return x + (y @ self.down).to(torch.float32), new_key, new_value
+        with scope("attention"):
+            query = self._rotated(y @ self.q, self.group, self.norm_q, cos, sin).to(dtype)
+            new_key = self._rotated(y @ self.k, 1, self.norm_k, cos, sin).to(dtype)
+            new_value = torch.unflatten(y @ self.v, 2, (self.kv_heads, self.head_size)).transpose(1, 2)
+            mixed = attention(query, key, value, cache_mask, new_key, new_value, row_mask)
+            mixed = torch.unflatten(mixed, 2, (self.group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 4)
+            x = x + (mixed @ self.o).to(torch.float32)
+        with scope("feed_forward"):
+            y = rms_norm(x, self.norm_2, self.eps).to(dtype)
+            y = functional.silu(y @ self.gate) * (y @ self.up)
+            return x + (y @ self.down).to(torch.float32), new_key, new_value
 
-    def _rotated(self, x: Tensor, heads: int, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, R, heads D] -> RMSNorm per head -> RoPE on halves -> float32 [B, heads, R, D]."""
-        x = torch.unflatten(x, 2, (heads, self.head_size)).to(torch.float32)
-        x = rms_norm(x, weight, self.eps).transpose(1, 2)
+    def _rotated(self, x: Tensor, group: int, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, R, G g D] -> RMSNorm per head -> RoPE on halves -> float32 [B, G, g R, D]."""
+        x = torch.unflatten(x, 2, (self.kv_heads, group, self.head_size)).to(torch.float32)
+        x = rms_norm(x, weight, self.eps).permute(0, 2, 3, 1, 4)
         half = self.head_size // 2
         turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        return x * cos + turned * sin
+        return (x * cos + turned * sin).flatten(2, 3)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,8 +91,8 @@ def attention(
     q: Tensor, key: Tensor, value: Tensor, cache_mask: Tensor, new_key: Tensor, new_value: Tensor, row_mask: Tensor
 ) -> Tensor:
     """q [B, G, g R, D] against the cache [B, G, C, D] and the new rows [B, G, R, D]: one softmax over both."""
-    past = (q @ key.transpose(2, 3)).to(torch.float32) + cache_mask
-    new = (q @ new_key.transpose(2, 3)).to(torch.float32) + row_mask
+    past = label(q @ key.transpose(2, 3), "past_scores").to(torch.float32) + cache_mask
+    new = label(q @ new_key.transpose(2, 3), "new_scores").to(torch.float32) + row_mask
     top = torch.maximum(past.amax(-1, keepdim=True), new.amax(-1, keepdim=True))
     past, new = torch.exp(past - top), torch.exp(new - top)
     total = past.sum(-1, keepdim=True) + new.sum(-1, keepdim=True)
@@ -99,17 +101,18 @@ def attention(
 
 
 class SfxBlock(nn.Module):
-    """Layers [first, last) as one graph; the block that ends the model applies the final norm."""
+    """Consecutive layers as one graph; the block that ends the model applies the final norm."""
 
-    def __init__(self, config: SfxConfig, state: Mapping[str, Tensor], first: int, last: int) -> None:
+    def __init__(self, config: SfxConfig, state: Mapping[str, Tensor], num_layers: int, ends: bool) -> None:
+        """`state`: layers.0.q … of this block, and norm.weight when it ends the model."""
         super().__init__()
-        self.layers = nn.ModuleList(SfxLayer(config, state, f"layers.{i}.") for i in range(first, last))
-        self.norm = SfxNorm(config, state) if last == config.num_layers else None
+        self.layers = nn.ModuleList(SfxLayer(config, state, f"layers.{i}.") for i in range(num_layers))
+        self.norm = SfxNorm(config, state, "norm.") if ends else None
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, cache_mask: Tensor, row_mask: Tensor, *past: Tensor
     ) -> tuple[Tensor, ...]:
-        """`past` and the new rows that come back are key_first, value_first, key_first+1, …"""
+        """`past`, and the new rows that come back, are key, value of the first layer, of the second, …"""
         new: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             hidden, key, value = layer(hidden, cos, sin, cache_mask, row_mask, past[2 * i], past[2 * i + 1])
@@ -124,8 +127,8 @@ class SfxNorm(_State):
 
     weight: Tensor
 
-    def __init__(self, config: SfxConfig, state: Mapping[str, Tensor]) -> None:
-        super().__init__(("weight",), state, "norm.")
+    def __init__(self, config: SfxConfig, state: Mapping[str, Tensor], prefix: str = "") -> None:
+        super().__init__(("weight",), state, prefix)
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,7 +142,7 @@ class SfxInsideHeads(_State):
     codes: Tensor  # [E, n_vq V]
 
     def __init__(self, config: SfxConfig, state: Mapping[str, Tensor]) -> None:
-        super().__init__(("slots", "codes"), state, "heads.")
+        super().__init__(("slots", "codes"), state)
         self.shape = (config.n_vq, config.codebook_size)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +158,7 @@ class SfxTextHead(_State):
     text: Tensor  # [E, vocabulary]
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
-        super().__init__(("text",), state, "heads.")
+        super().__init__(("text",), state)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden float32 [B, E] -> text_logits [B, vocabulary]."""

@@ -23,8 +23,8 @@ Ints = npt.NDArray[np.int32]
 class RowFeeds:
     """The inputs of a block but hidden and cache."""
 
-    cos: Floats  # [B, 1, R, D]
-    sin: Floats  # [B, 1, R, D]
+    cos: Floats  # [B, 1, 1, R, D]
+    sin: Floats  # [B, 1, 1, R, D]
     cache_mask: Floats  # [B, 1, 1, C], added to the scores: 0 where a cached row counts
     row_mask: Floats  # [g R, R]: causal among the new rows, once per query head of a key/value head
 
@@ -37,7 +37,7 @@ def row_feeds(config: SfxConfig, num_cached: Ints, num_rows: int, capacity: int)
     positions = num_cached[:, None] + np.arange(num_rows, dtype=np.int32)
     half = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
     frequencies = (1.0 / np.float32(config.rope_base) ** half).astype(np.float32)  # float32, as upstream computes them
-    angles = positions.astype(np.float32)[:, None, :, None] * np.concatenate([frequencies, frequencies])
+    angles = positions.astype(np.float32)[:, None, None, :, None] * np.concatenate([frequencies, frequencies])
     counts = np.arange(capacity) < num_cached[:, None]
     causal = np.where(np.tri(num_rows, dtype=bool), 0, MASKED).astype(np.float32)
     return RowFeeds(

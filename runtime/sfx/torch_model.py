@@ -18,10 +18,10 @@ from runtime.modules.sfx import SfxInsideHeads, SfxLayer, SfxNorm, SfxTextHead
 from runtime.sfx.config import SfxConfig
 from runtime.sfx.generate import InsideLogits
 from runtime.sfx.row_feeds import row_feeds
-from runtime.sfx.weights import SfxWeights, inside_state, layer_state
+from runtime.sfx.weights import SfxWeights, inside_state, layer_state, norm_state, text_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -36,19 +36,17 @@ class TorchRowModel:
     def __init__(self, weights: SfxWeights, device: str = "cpu", dtype: str | None = None) -> None:
         self.config: SfxConfig = weights.config
         self.device, self.dtype = open_device(device), getattr(torch, dtype or weights.dtype)
-        self._weights = weights
+        self._embeddings = weights.embeddings()
 
-        def matrix(x: Tensor) -> Tensor:
-            return x.to(self.device, self.dtype)
+        def state(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+            """On the device; matrices in the wanted dtype, vectors (norms) in float32."""
+            return {n: t.to(self.device, self.dtype if t.ndim > 1 else torch.float32) for n, t in tensors}
 
-        self._layers = []
-        for i in range(self.config.num_layers):
-            state = {name: x.to(self.device) for name, x in layer_state(weights, i, matrix).items()}
-            self._layers.append(SfxLayer(self.config, state, f"layers.{i}."))
-        self._norm = SfxNorm(self.config, {"norm.weight": weights.tensor("language_model.norm.weight").float()})
-        self._norm.to(self.device)
-        self._inside = SfxInsideHeads(self.config, inside_state(weights, matrix))
-        self._text = SfxTextHead({"heads.text": matrix(weights.tensor("lm_heads.0.weight")).t()})
+        c = self.config
+        self._layers = [SfxLayer(c, state(layer_state(weights, i))) for i in range(c.num_layers)]
+        self._norm = SfxNorm(c, state([("weight", norm_state(weights))]))
+        self._inside = SfxInsideHeads(c, state(inside_state(weights)))
+        self._text = SfxTextHead(state(text_state(weights)))
         self._cache: list[tuple[Tensor, Tensor]] = []
         self._num_cached = np.zeros(0, np.int32)
         self._capacity = 0
@@ -91,7 +89,7 @@ class TorchRowModel:
         used = max(VIEW_ROWS, -(-int(self._num_cached.max()) // VIEW_ROWS) * VIEW_ROWS)
         feeds = row_feeds(self.config, self._num_cached, rows.shape[1], used)
         cos, sin, cache_mask, row_mask = (torch.from_numpy(x).to(self.device) for x in feeds.by_name().values())
-        hidden = torch.from_numpy(self._weights.embed(rows)).to(self.device)
+        hidden = torch.from_numpy(self._embeddings.embed(rows)).to(self.device)
         for layer, (keys, values) in zip(self._layers, self._cache, strict=True):
             past = keys[:, :, :used], values[:, :, :used]
             hidden, key, value = layer(hidden, cos, sin, cache_mask, row_mask, *past)

@@ -5,7 +5,8 @@ The host gathers embedding rows straight from the mapped file, so the tables nee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ from runtime.sfx.mapped import MappedTensors
 
 if TYPE_CHECKING:
     import torch
-
-    Matrix = Callable[[torch.Tensor], torch.Tensor]
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -41,15 +40,24 @@ class SfxWeights:
         """The mapped tensor as a torch view."""
         return self._mapped.tensor(name)
 
-    def floats(self, name: str, rows: Ints) -> Floats:
-        """Rows of a matrix, gathered from the file, as float32."""
-        return as_float32(np.asarray(self._mapped.array(name)[rows]))
+    def embeddings(self) -> Embeddings:
+        """The embedding tables, where they lie in the mapped file."""
+        codes = [self._mapped.array(f"emb_ext.{i}.weight") for i in range(self.config.n_vq)]
+        return Embeddings(self._mapped.array("language_model.embed_tokens.weight"), codes)
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Tables on the host: 17 rows are gathered for each row of the model."""
+
+    text: npt.NDArray[Any]  # [vocabulary, E]
+    codes: Sequence[npt.NDArray[Any]]  # n_vq of [V + 1, E]
 
     def embed(self, rows: Ints) -> Floats:
         """Rows [..., 1 + n_vq] -> the sum of the text and code embeddings, float32 [..., E]."""
-        total = self.floats("language_model.embed_tokens.weight", rows[..., 0])
-        for book in range(self.config.n_vq):
-            total = total + self.floats(f"emb_ext.{book}.weight", rows[..., 1 + book])
+        total = as_float32(np.asarray(self.text[rows[..., 0]]))
+        for book, table in enumerate(self.codes):
+            total = total + as_float32(np.asarray(table[rows[..., 1 + book]]))
         return total
 
 
@@ -87,25 +95,44 @@ def tensor_shapes(config: SfxConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def layer_state(weights: SfxWeights, layer: int, matrix: Matrix) -> dict[str, torch.Tensor]:
-    """The state of one SfxLayer; `matrix` brings a matrix to its dtype and device (identity keeps the mapped view)."""
+def layer_state(weights: SfxWeights, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state of one SfxLayer, tensor by tensor: matrices [in, out] as views, norms in float32."""
     at = f"language_model.layers.{layer}."
-    names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-             "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}  # fmt: skip
-    state = {f"layers.{layer}.{k}": matrix(weights.tensor(f"{at}{v}.weight")).t() for k, v in names.items()}
+    matrices = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+                "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}  # fmt: skip
+    for ours, theirs in matrices.items():
+        yield ours, weights.tensor(f"{at}{theirs}.weight").t()
     norms = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "norm_q": "self_attn.q_norm",
              "norm_k": "self_attn.k_norm"}  # fmt: skip
-    for k, v in norms.items():
-        vector = weights.tensor(f"{at}{v}.weight").float()
-        state[f"layers.{layer}.{k}"] = vector * weights.config.head_size**-0.5 if k == "norm_q" else vector
-    return state
+    for ours, theirs in norms.items():
+        vector = weights.tensor(f"{at}{theirs}.weight").float()
+        yield ours, vector * weights.config.head_size**-0.5 if ours == "norm_q" else vector
 
 
-def inside_state(weights: SfxWeights, matrix: Matrix) -> dict[str, torch.Tensor]:
+def block_state(weights: SfxWeights, first: int, last: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state of the SfxBlock of layers [first, last)."""
+    for layer in range(first, last):
+        for name, tensor in layer_state(weights, layer):
+            yield f"layers.{layer - first}.{name}", tensor
+    if last == weights.config.num_layers:
+        yield "norm.weight", norm_state(weights)
+
+
+def norm_state(weights: SfxWeights) -> torch.Tensor:
+    """The weight of the norm behind the last layer."""
+    return weights.tensor("language_model.norm.weight").float()
+
+
+def inside_state(weights: SfxWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """The state of SfxInsideHeads: two rows of the text head, and the code heads side by side without the pad row."""
     import torch
 
     c = weights.config
-    slots = weights.tensor("lm_heads.0.weight")[[c.gen_slot_id, c.delay_slot_id]]
-    codes = torch.cat([weights.tensor(f"lm_heads.{i + 1}.weight")[: c.codebook_size] for i in range(c.n_vq)])
-    return {"heads.slots": matrix(slots).t(), "heads.codes": matrix(codes).t()}
+    yield "slots", weights.tensor("lm_heads.0.weight")[[c.gen_slot_id, c.delay_slot_id]].t()
+    heads = [weights.tensor(f"lm_heads.{i + 1}.weight")[: c.codebook_size] for i in range(c.n_vq)]
+    yield "codes", torch.cat(heads).t()
+
+
+def text_state(weights: SfxWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state of SfxTextHead."""
+    yield "text", weights.tensor("lm_heads.0.weight").t()

@@ -24,7 +24,7 @@ TOLERANCE = {"rtol": 0, "atol": 2e-5}  # the golden README's; a NumPy port diffe
 
 def test_prefill_and_step_equal_upstream(model: TorchRowModel, golden: Golden, weights: SfxWeights) -> None:
     prompt = golden["ids_0"]
-    np.testing.assert_allclose(weights.embed(prompt[-4:]), golden["prefill_embeds"], **TOLERANCE)
+    np.testing.assert_allclose(weights.embeddings().embed(prompt[-4:]), golden["prefill_embeds"], **TOLERANCE)
     model.start(1, 300)
     hidden = model.read(prompt[None], np.array([len(prompt)], np.int32))
     np.testing.assert_allclose(hidden[0], golden["prefill_hidden"], **TOLERANCE)
@@ -104,7 +104,7 @@ def test_a_sharded_bfloat16_checkpoint_reads_like_one_file(
     want = tensors["language_model.embed_tokens.weight"][rows[:, 0]].float()
     for book in range(16):
         want += tensors[f"emb_ext.{book}.weight"][rows[:, 1 + book]].float()
-    np.testing.assert_allclose(weights.embed(rows), want.numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(weights.embeddings().embed(rows), want.numpy(), rtol=0, atol=1e-6)
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors does not exist"):
         SfxWeights(tmp_path, config)
