@@ -73,13 +73,16 @@ class _Graph:
         """The graph input that a Concat extends by rows that are computed; None when it is no such Concat."""
         if node.op_type != "Concat" or len(node.input) != 2:
             return None
-        rank = self.view.rank(node.input[0])
-        if rank is not None and rank < 3:
-            return None
         axis = int(attributes(node).get("axis", 0))
-        roots = [self._root(value) for value in node.input]
-        past = [value for value in roots if value in self.inputs and self.view.elem(value) not in _INTEGERS]
-        return past[0] if len(past) == 1 and (rank is None or axis % rank > 0) else None
+        past = [value for value in node.input if self._is_past(value, axis)]
+        return self._root(past[0]) if len(past) == 1 else None
+
+    def _is_past(self, value: str, axis: int) -> bool:
+        """Whether a joined operand is a graph input of keys or values: a float tensor with more than one row."""
+        root, shape = self._root(value), self.view.shape(value)
+        if root not in self.inputs or self.view.elem(root) in _INTEGERS:
+            return False
+        return shape is None or (len(shape) >= 3 and axis % len(shape) > 0 and shape[axis] != 1)
 
     def _root(self, value: str) -> str:
         while True:

@@ -18,13 +18,17 @@ from op_patches.targets import Certainty, Release, Target
 
 _PLUGINS = "the operator's ONNX plugin (data/onnx_ops.json)"
 _ZERO_INPUT_NODES_FIXED = Release.parse("9.2.0-beta.2")
-_REDUCE_AXES_FIXED = Release.parse("9.1.0")
-_REDUCE_MEAN_AXES_FIXED = Release.parse("9.2.0-beta.2")
+# The release whose plugin reads the axes input of opset 18; ReduceSum always did (with its own input since 13).
+_REDUCE_AXES_FIXED = {
+    "ReduceMean": Release.parse("9.2.0-beta.2"),
+    **dict.fromkeys(
+        ("ReduceMax", "ReduceMin", "ReduceProd", "ReduceLogSumExp", "ReduceLogSum", "ReduceSumSquare"),
+        Release.parse("9.1.0"),
+    ),
+}
+_REDUCE_INFERRED = ("ReduceLogSum", "ReduceSumSquare")  # not named in the plugin notes; same form as the others
 _SCATTER_REDUCTION_FIXED = Release.parse("9.1.0")
 _SCATTER_ND_REDUCTION_FIXED = Release.parse("9.2.0-beta.2")
-# Their plugins make an axes constant even when the node names none.
-_REDUCE_WITH_AXES = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceLogSumExp", "ReduceLogSum")
-_REDUCE_SUM = ("ReduceSum", "ReduceSumSquare")
 
 
 def silent_losses(typed: TypedGraph, target: Target) -> Iterator[Finding]:
@@ -191,8 +195,8 @@ def _reduce(node: NodeProto, name: str, view: GraphView, target: Target) -> Iter
     attrs = attributes(node)
     axes_input = input_name(node, 1)
     keeps_all = bool(attrs.get("noop_with_empty_axes", 0))
-    fixed = _REDUCE_MEAN_AXES_FIXED if node.op_type == "ReduceMean" else _REDUCE_AXES_FIXED
-    if node.op_type in _REDUCE_WITH_AXES and view.opset >= 18 and axes_input and target.release < fixed:
+    fixed = _REDUCE_AXES_FIXED.get(node.op_type)
+    if fixed is not None and view.opset >= 18 and axes_input and target.release < fixed:
         yield _loss(
             "silent.reduce-axes-input",
             name,
@@ -201,8 +205,9 @@ def _reduce(node: NodeProto, name: str, view: GraphView, target: Target) -> Iter
             "export at opset 17, where axes are an attribute",
             lowering="reduce",
             code="E18888",
+            certainty=Certainty.INFERRED if node.op_type in _REDUCE_INFERRED else Certainty.PARSER,
         )
-    elif axes_input or attrs.get("axes") or (node.op_type in _REDUCE_SUM and view.opset < 13 and "axes" in attrs):
+    elif axes_input or attrs.get("axes"):
         return
     elif keeps_all and view.opset >= 13:
         yield _loss(
@@ -351,5 +356,5 @@ _RULES: dict[str, Callable[[NodeProto, str, GraphView, Target], Iterator[Finding
     "ScatterND": _scatter,
     "Shape": _shape,
     "Softmax": _softmax,
-    **dict.fromkeys((*_REDUCE_WITH_AXES, *_REDUCE_SUM), _reduce),
+    **dict.fromkeys(("ReduceSum", *_REDUCE_AXES_FIXED), _reduce),
 }
