@@ -86,6 +86,13 @@ def locate(host: Host) -> Installation | None:
     return _installation(host, home)
 
 
+def other_installations(host: Host, chosen: Installation) -> list[Path]:
+    """Homes other than the chosen one, each real directory once."""
+    homes = {home.resolve(): home for home in _homes(host) if home.is_dir()}
+    homes.pop(chosen.home.resolve(), None)
+    return list(homes.values())
+
+
 def is_fake_atc(atc: Path) -> bool:
     """True for the stand-in of the tests."""
     try:
@@ -114,8 +121,7 @@ def _homes(host: Host) -> Iterator[Path]:
 
 def _installation(host: Host, home: Path) -> Installation:
     version, version_file = _version(home)
-    names = {home.name, home.resolve().name, home.parent.name}
-    layout = "ascend-toolkit" if "ascend-toolkit" in names or home.resolve().parent.name == "ascend-toolkit" else "cann"
+    layout = "ascend-toolkit" if home.resolve().parent.name == "ascend-toolkit" else "cann"
     opp = next((p for p in (_opp_variable(host), home / "opp") if p is not None and p.is_dir()), None)
     on_path = host.which("atc")
     atc = next((p for p in (home / "bin/atc", home / "compiler/bin/atc") if p.is_file()), on_path)
