@@ -15,7 +15,7 @@ from pathlib import Path
 from op_patches.targets import Target
 from runtime.config import CodecConfig
 from runtime.errors import AtcError
-from runtime.graphs import derived_axes
+from runtime.graphs import BLOCK_FRAMES, derived_axes, whole_blocks
 from runtime.spec import GraphSpec
 
 # float32 Conv runs in HF32 unless told otherwise, MatMul does not by default; both are said, so that a default that
@@ -35,8 +35,8 @@ class Buckets:
     batch: int = 1
     capacity: int = 1024  # rows of the KV cache: prompt plus generated frames
     prefill: tuple[int, ...] = (128, 256, 512)  # prompt rows
-    encode_frames: tuple[int, ...] = (125, 250)  # reference clip: 10 s, 20 s
-    decode_frames: tuple[int, ...] = (125,)  # 10 s at once; longer speech is decoded as a stream
+    encode_frames: tuple[int, ...] = (128, 256)  # reference clip: 10 s, 20 s; multiples of BLOCK_FRAMES
+    decode_frames: tuple[int, ...] = (128,)  # 10 s at once; longer speech is decoded as a stream
     stream_frames: tuple[int, ...] = (1, 8)  # the first chunk, and a steady one
 
     def __post_init__(self) -> None:
@@ -45,6 +45,10 @@ class Buckets:
             sizes = value if isinstance(value, tuple) else (value,)
             if not sizes or any(size < 1 for size in sizes) or len(set(sizes)) < len(sizes):
                 raise AtcError(f"{name} {value}: expected different sizes of at least 1")
+            if name in ("encode_frames", "decode_frames") and any(whole_blocks(size) != size for size in sizes):
+                raise AtcError(
+                    f"{name} {value}: the graph works in blocks; expected multiples of {BLOCK_FRAMES} frames"
+                )
         if max(self.prefill) > self.capacity:
             raise AtcError(
                 f"prefill bucket {max(self.prefill)} is longer than the cache of {self.capacity} rows; "

@@ -73,11 +73,13 @@ def test_every_open_axis_of_a_graph_is_bound_from_its_buckets() -> None:
     per_frame = CODEC.decoder[-1].tokens_per_frame
     tokens = TensorSpec("tokens", "float32", ("N", f"F{per_frame}"))
     decode = GraphSpec("codec_decode", (TensorSpec("codes", "int32", ("B", "F")),), (tokens,))
-    (axes,) = Buckets(decode_frames=(2,)).bindings(decode, CODEC)
-    assert axes == {"B": 1, "F": 2, "N": 2 * CODEC.samples_per_frame, f"F{per_frame}": 2 * per_frame}
+    (axes,) = Buckets(decode_frames=(16,)).bindings(decode, CODEC)
+    assert axes == {"B": 1, "F": 16, "N": 16 * CODEC.samples_per_frame, f"F{per_frame}": 16 * per_frame}
 
 
-@pytest.mark.parametrize("sizes", [{"prefill": ()}, {"batch": 0}, {"prefill": (8, 8)}, {"prefill": (2048,)}])
+@pytest.mark.parametrize(
+    "sizes", [{"prefill": ()}, {"batch": 0}, {"prefill": (8, 8)}, {"prefill": (2048,)}, {"encode_frames": (125,)}]
+)
 def test_impossible_buckets_are_refused(sizes: dict[str, object]) -> None:
     with pytest.raises(AtcError):
         Buckets(**sizes)  # type: ignore[arg-type]
