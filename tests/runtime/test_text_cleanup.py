@@ -45,7 +45,7 @@ def test_the_cleaned_text_is_upstreams_or_a_listed_improvement(case):
         assert cleaned == BETTER_THAN_UPSTREAM[case["in"]] != case["out"]
     else:  # only the full stop may differ, in its script
         assert cleaned.rstrip("。.") == case["out"].rstrip("。.")
-    assert not re.search(r"[A-Za-z0-9\u0370-\u06ff\uac00-\ud7af]。", cleaned) or "。" in case["in"]
+    assert not re.search(r"[A-Za-z\u0370-\u06ff\uac00-\ud7af]。", cleaned) or "。" in case["in"]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_the_cleaned_text_is_upstreams_or_a_listed_improvement(case):
     [
         ("hello", "."), ("Γειά σου", "."), ("Привет", "."), ("مرحبا", "."), ("שלום", "."), ("안녕", "."), ("ภาษา", "."),
         ("你好", "。"), ("こんにちは", "。"), ("カタカナー", "。"), ("नमस्ते", "।"), ("你好 World", "."),
-        ("版本 3", "。"), ("3.14", "."), ("100%", "."), ("他说“你好”", "。"), ("(see below)", "."), ("done!", ""), ("done!”", ""),
-        ("so,", ""), ("étage", "."), ("5 €", "."),
+        ("版本 3", "。"), ("3.14", "."), ("100%", "."), ("他说“你好”", "。"), ("(see below)", "."), ("done!", ""),
+        ("done!”", ""), ("so,", ""), ("étage", "."), ("5 €", "."),
     ],
 )  # fmt: skip
 def test_a_sentence_ends_in_its_own_script(line, end):
@@ -94,7 +94,8 @@ def test_emoji_can_be_kept():
     [
         "Pay $3.14, or 1,000.50, by 10:30 on 2024-05-01.", "See https://a.b/c_d?e=f--g and a_b@c-d.org.",
         "Use app.min.js, v2.3.1-rc, .env and @user_name #tag_x.", "Between 10–12 people, 5 - 3 = 2.",
-        "It's -2 degrees.", "Don't “quote” ‘me’.", "¿Cómo estás? ¡Bien!", "我喜欢《哈姆雷特》这本书。", "价格是3.14元，日期2024-05-01。",
+        "It's -2 degrees.", "Don't “quote” ‘me’.", "¿Cómo estás? ¡Bien!", "我喜欢《哈姆雷特》这本书。",
+        "价格是3.14元，日期2024-05-01。",
         "Ça va ? Très bien !", "2*3*4 = 24.",
     ],
 )  # fmt: skip
@@ -133,10 +134,28 @@ def test_punctuation_alone_is_not_speakable():
     assert all(map(is_speakable, ("a", "α", "5", "你", "$", "=")))
 
 
-PIECES = (
-    ["你好", "abc ", "12", ".", "。", "，", "...", "—", "->", "\n", "- ", "# ", "**", "`"]
-    + ["[x](y)", "《", "》", "_", " ", "🙂", "http://a.b/"]
-)  # fmt: skip
+PIECES = [
+    "你好",
+    "abc ",
+    "12",
+    ".",
+    "。",
+    "，",
+    "...",
+    "—",
+    "->",
+    "\n",
+    "- ",
+    "# ",
+    "**",
+    "`",
+    "[x](y)",
+    "《",
+    "》",
+    "_",
+    " ",
+    "🙂",
+]
 SAMPLES = st.one_of(st.sampled_from(PIECES), st.text(max_size=5))
 
 
