@@ -58,8 +58,8 @@ def bucket_options(command: F) -> F:
     for name, default, text in reversed(
         (
             ("prefill", "128,256,512", "Prompt rows, one .om each."),
-            ("encode-frames", "125,250", "Frames of the reference clip, one .om each."),
-            ("decode-frames", "125", "Frames decoded at once, one .om each."),
+            ("encode-frames", "128,256", "Frames of the reference clip, one .om each."),
+            ("decode-frames", "128", "Frames decoded at once, one .om each."),
             ("stream-frames", "1,8", "Frames per streamed chunk, one .om each."),
         )
     ):
