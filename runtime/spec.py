@@ -18,7 +18,16 @@ from runtime.errors import SpecMismatchError
 Array = npt.NDArray[Any]
 Axis = int | str
 
-DTYPES = ("float32", "float16", "int32", "int64", "bool")
+DTYPES = ("float32", "float16", "bfloat16", "int32", "int64", "bool")
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a spec's dtype; bfloat16 (MOSS-SoundEffect only) comes from ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Size of the bound tensor in bytes."""
-        return int(np.prod(self.bound_shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return int(np.prod(self.bound_shape, dtype=np.int64)) * numpy_dtype(self.dtype).itemsize
 
     @property
     def bound_shape(self) -> tuple[int, ...]:
@@ -111,7 +120,7 @@ class GraphSpec:
             value = feeds[tensor.name]
             got = f"{value.dtype}[{', '.join(map(str, value.shape))}]"
             mismatch = SpecMismatchError(f"{self.name}: {tensor.name}: expected {tensor.bind(axes)}, got {got}")
-            if value.dtype != np.dtype(tensor.dtype) or len(value.shape) != len(tensor.shape):
+            if value.dtype != numpy_dtype(tensor.dtype) or len(value.shape) != len(tensor.shape):
                 raise mismatch
             for axis, size in zip(tensor.shape, value.shape, strict=True):
                 want = axis if isinstance(axis, int) else axes.setdefault(axis, size)

@@ -8,7 +8,7 @@ residual grows beyond what float16 holds), RoPE, and the softmax. Matrices are s
 transposed views of the mapped checkpoint, so nothing is copied. The scale D^-0.5 is folded into the weight of norm_q.
 
 Key/value heads are never repeated: the H / G query heads that share one are laid out as more rows of the same matrix.
-The past and the new rows are attended separately and the scores joined, so the cache is read once and never moved.
+Only the scores of past and new rows are joined, for one softmax: the cache is read once and never moved.
 """
 
 from __future__ import annotations
@@ -50,22 +50,25 @@ class SfxLayer(_State):
     norm_q: Tensor
     norm_k: Tensor
 
-    def __init__(self, config: SfxConfig, state: Mapping[str, Tensor], prefix: str = "") -> None:
+    def __init__(
+        self, config: SfxConfig, state: Mapping[str, Tensor], prefix: str = "", num_rows: int | None = None
+    ) -> None:
+        """`num_rows`: R of a traced layer, which cannot read a shape."""
         super().__init__(LAYER_MATRICES + LAYER_NORMS, state, prefix)
-        self.eps = config.rms_norm_eps
+        self.eps, self.num_rows = config.rms_norm_eps, num_rows
         self.kv_heads, self.group, self.head_size = config.num_kv_heads, config.heads_per_kv, config.head_size
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache_mask: Tensor, row_mask: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x float32 [B, R, E], key and value [B, G, C, D] -> x, new key, new value [B, G, R, D]."""
-        dtype = self.q.dtype
+        dtype, num_rows = self.q.dtype, self.num_rows or x.shape[1]
         y = rms_norm(x, self.norm_1, self.eps).to(dtype)
         with scope("attention"):
             query = self._rotated(y @ self.q, self.group, self.norm_q, cos, sin).to(dtype)
             new_key = self._rotated(y @ self.k, 1, self.norm_k, cos, sin).to(dtype)
             new_value = torch.unflatten(y @ self.v, 2, (self.kv_heads, self.head_size)).transpose(1, 2)
-            mixed = attention(query, key, value, cache_mask, new_key, new_value, row_mask)
+            mixed = attention(query, key, value, cache_mask, new_key, new_value, row_mask, num_rows)
             mixed = torch.unflatten(mixed, 2, (self.group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 4)
             x = x + (mixed @ self.o).to(torch.float32)
         with scope("feed_forward"):
@@ -78,8 +81,8 @@ class SfxLayer(_State):
         x = torch.unflatten(x, 2, (self.kv_heads, group, self.head_size)).to(torch.float32)
         x = rms_norm(x, weight, self.eps).permute(0, 2, 3, 1, 4)
         half = self.head_size // 2
-        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        return (x * cos + turned * sin).flatten(2, 3)
+        swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
+        return (x * cos + swapped * sin).flatten(2, 3)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -88,25 +91,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attention(
-    q: Tensor, key: Tensor, value: Tensor, cache_mask: Tensor, new_key: Tensor, new_value: Tensor, row_mask: Tensor
-) -> Tensor:
-    """q [B, G, g R, D] against the cache [B, G, C, D] and the new rows [B, G, R, D]: one softmax over both."""
-    past = label(q @ key.transpose(2, 3), "past_scores").to(torch.float32) + cache_mask
+    q: Tensor, key: Tensor, value: Tensor, cache_mask: Tensor, new_key: Tensor, new_value: Tensor, row_mask: Tensor,
+    num_rows: int,
+) -> Tensor:  # fmt: skip
+    """q [B, G, g R, D] against the new rows [B, G, R, D] and the cache [B, G, C, D]: one softmax over both."""
     new = label(q @ new_key.transpose(2, 3), "new_scores").to(torch.float32) + row_mask
-    top = torch.maximum(past.amax(-1, keepdim=True), new.amax(-1, keepdim=True))
-    past, new = torch.exp(past - top), torch.exp(new - top)
-    total = past.sum(-1, keepdim=True) + new.sum(-1, keepdim=True)
-    dtype = q.dtype
-    return (past / total).to(dtype) @ value + (new / total).to(dtype) @ new_value
+    past = label(q @ key.transpose(2, 3), "past_scores").to(torch.float32) + cache_mask
+    share = torch.softmax(torch.cat([new, past], dim=-1), dim=-1).to(q.dtype)
+    return share[..., :num_rows] @ new_value + share[..., num_rows:] @ value
 
 
 class SfxBlock(nn.Module):
     """Consecutive layers as one graph; the block that ends the model applies the final norm."""
 
-    def __init__(self, config: SfxConfig, state: Mapping[str, Tensor], num_layers: int, ends: bool) -> None:
+    def __init__(
+        self, config: SfxConfig, state: Mapping[str, Tensor], num_layers: int, ends: bool, num_rows: int
+    ) -> None:
         """`state`: layers.0.q … of this block, and norm.weight when it ends the model."""
         super().__init__()
-        self.layers = nn.ModuleList(SfxLayer(config, state, f"layers.{i}.") for i in range(num_layers))
+        self.layers = nn.ModuleList(SfxLayer(config, state, f"layers.{i}.", num_rows) for i in range(num_layers))
         self.norm = SfxNorm(config, state, "norm.") if ends else None
 
     def forward(

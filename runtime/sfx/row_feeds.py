@@ -24,7 +24,7 @@ class RowFeeds:
     """The inputs of a block but hidden and cache."""
 
     cos: Floats  # [B, 1, 1, R, D]
-    sin: Floats  # [B, 1, 1, R, D]
+    sin: Floats  # [B, 1, 1, R, D]; negative where it multiplies the first half, as the rotation asks
     cache_mask: Floats  # [B, 1, 1, C], added to the scores: 0 where a cached row counts
     row_mask: Floats  # [g R, R]: causal among the new rows, once per query head of a key/value head
 
@@ -38,11 +38,12 @@ def row_feeds(config: SfxConfig, num_cached: Ints, num_rows: int, capacity: int)
     half = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
     frequencies = (1.0 / np.float32(config.rope_base) ** half).astype(np.float32)  # float32, as upstream computes them
     angles = positions.astype(np.float32)[:, None, None, :, None] * np.concatenate([frequencies, frequencies])
+    sign = np.where(np.arange(config.head_size) < config.head_size // 2, -1, 1).astype(np.float32)
     counts = np.arange(capacity) < num_cached[:, None]
     causal = np.where(np.tri(num_rows, dtype=bool), 0, MASKED).astype(np.float32)
     return RowFeeds(
         np.cos(angles).astype(np.float32),
-        np.sin(angles).astype(np.float32),
+        (np.sin(angles) * sign).astype(np.float32),
         np.where(counts, 0, MASKED).astype(np.float32)[:, None, None, :],
         np.tile(causal, (config.heads_per_kv, 1)),
     )
