@@ -28,7 +28,7 @@ def cost_findings(views: list[GraphView], constants: Mapping[int, Folded], targe
                     node,
                     f"all inputs are constant, but GE cannot fold {node.op_type}: it runs at every call",
                     "fold it before ATC",
-                    "fold",
+                    "fold_constants",
                 )
             if node.op_type in _DATA_DEPENDENT:
                 yield _slow(

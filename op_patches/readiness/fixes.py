@@ -7,25 +7,26 @@ Fix = tuple[str, str | None]
 _NO_KERNEL: dict[str, Fix] = {
     "CastLike": ("use Cast with the known type", "cast_like"),
     "ConcatFromSequence": ("export without sequences: Concat the tensors", None),
-    "CumSum": ("Cast to int32 or float32 first", "cumsum"),
+    "CumSum": ("Cast to int32 or float32 first", None),
     "Einsum": ("write the equation with Transpose, Reshape and MatMul", "einsum"),
     "LayerNormalization": ("give it a bias of the input's type", "layer_norm"),
     "MatMul": ("Cast to float32 around it", "matmul"),
     "Trilu": ("multiply by a constant mask, or select with one", "trilu"),
-    "Where": ("select between int32 or float32 and Cast back, or use And/Or/Not", "where"),
+    "Where": ("select between int32 or float32 and Cast back, or use And/Or/Not", "where_bool"),
 }
 _AICPU: dict[str, Fix] = {
-    "CumSum": ("narrow to int32 when the range allows it", "int32"),
-    "Div": ("narrow to int32 when the range allows it", "int32"),
-    "Expand": ("narrow to int32, or multiply by a constant of ones", "int32"),
-    "GatherElements": ("Cast the bool data to int8 around it", "int32"),
+    "CumSum": ("narrow to int32 when the range allows it", "narrow_int64"),
+    "Div": ("narrow to int32 when the range allows it", "narrow_int64"),
+    "Expand": ("add zeros of the wanted shape instead", "int64_kernels"),
+    "GatherElements": ("Cast the bool data to int32 around it", "bool_data"),
     "MatMul": ("Cast to float32 (float16 on 310P) around it", "matmul"),
-    "Mod": ("narrow to int32 when the range allows it", "int32"),
-    "Pad": ("narrow to int32, or Concat constants", "int32"),
-    "Pow": ("narrow to int32, or multiply", "int32"),
+    "Mod": ("narrow to int32 when the range allows it", "narrow_int64"),
+    "Pad": ("narrow to int32, or Concat constants", "narrow_int64"),
+    "IsNaN": ("compare the number with itself", "is_nan"),
+    "Pow": ("multiply, or narrow to int32 when the range allows it", "int64_kernels"),
     "ScatterElements": ("write it as Where with a one-hot mask", "scatter"),
     "ScatterND": ("write the rows outside the graph (delta KV), or use Where with a constant mask", "scatter"),
-    "Slice": ("make starts, ends, axes and steps constants", "slice"),
+    "Slice": ("make starts, ends, axes and steps constants", "fold_constants"),
     "TopK": ("Cast to float32, or rank by counting", "top_k"),
     "NonZero": ("its output shape depends on data: use a mask of fixed shape", None),
     "Multinomial": ("sample on the host", None),
@@ -44,7 +45,9 @@ def missing_kernel_fix(op_type: str, dtype: str) -> Fix:
 
 def aicpu_fix(op_type: str, dtype: str) -> Fix:
     if dtype == "float64":
-        return "compute in float32", "double"
+        return "compute in float32", None
+    if op_type == "Pad" and dtype == "bool":
+        return "Cast the bool data to int32 around it", "bool_data"
     return _AICPU.get(op_type, (_cast_advice(dtype), None))
 
 

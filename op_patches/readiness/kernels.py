@@ -228,7 +228,7 @@ def shape_finding(node: NodeProto, name: str, view: GraphView) -> Finding | None
             "matmul",
         )
     elif node.op_type in ("Sum", "Mean") and len({shape for shape in shapes if shape is not None}) > 1:
-        problem, fix, lowering = "AccumulateNV2 does not broadcast", "use Add", "sum"
+        problem, fix, lowering = "AccumulateNV2 does not broadcast", "use Add", "variadic"
     else:
         return None
     return Finding(

@@ -9,8 +9,11 @@ Read in hicann/ge v8.5.0, parser/parser/onnx, and compared with its verdicts on 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 from op_patches.graph_view import GraphView
@@ -30,10 +33,13 @@ _INSTEAD: Mapping[str, tuple[str, str | None]] = {
     "LayerNormalization": ("write it with ReduceMean, Sub, Mul, Sqrt and Div", "layer_norm"),
     "RMSNormalization": ("write it with ReduceMean, Mul, Sqrt and Div", "rms_norm"),
     "SimplifiedLayerNormalization": ("write it with ReduceMean, Mul, Sqrt and Div", "rms_norm"),
-    "SkipLayerNormalization": ("write it as Add and LayerNormalization", "contrib"),
+    "SkipLayerNormalization": ("write it as Add and LayerNormalization", "skip_layer_norm"),
     "RotaryEmbedding": ("write it with Slice, Neg, Concat, Mul and Add", "rotary_embedding"),
-    "Attention": ("write it with MatMul, Softmax and MatMul", "attention"),
-    "Swish": ("write it as x * Sigmoid(x)", None),
+    "Attention": ("write it with MatMul, Softmax and MatMul", "function_body"),
+    "Swish": ("write it as x * Sigmoid(x)", "function_body"),
+    "FusedMatMul": ("write it with Transpose, MatMul and Mul", "fused_matmul"),
+    "FusedGemm": ("write it with MatMul, Add and the activation", "fused_matmul"),
+    "FusedConv": ("write it with Conv and the activation", "fused_conv"),
     "Loop": ("unroll it, or run the loop on the host", None),
     "Scan": ("unroll it, or run the loop on the host", None),
     "QuantizeLinear": ("export without quantization nodes; quantize with AMCT", None),
@@ -101,7 +107,7 @@ def _precheck(model: ModelProto, view: GraphView, target: Target) -> Iterator[Fi
             yield _duplicate(name, node.op_type)
         seen.add(name)
         if not built_in and opset is not None and target.plugin(node.op_type, opset, domain) is None:
-            yield _not_registered(node, name, domain, opset, target)
+            yield _not_registered(node, name, domain, opset, target, model)
     for name, kind in _generated_names(view.proto):
         if name in seen:
             yield _duplicate(name, kind)
@@ -122,7 +128,7 @@ def _several_domains(model: ModelProto, count: int) -> Finding:
         "parser.several-domains",
         f"The model has {count} --domain_version fields, but only one is allowed.",
         f"opset_import lists {listed or 'nothing'}: keep the default domain alone (even an unused second one counts)",
-        lowering="opset_domains" if count else None,
+        lowering="opset_imports" if count else None,
     )
 
 
@@ -150,17 +156,13 @@ def _duplicate(name: str, op_type: str) -> Finding:
     )
 
 
-def _not_registered(node: NodeProto, name: str, domain: str, opset: int, target: Target) -> Finding:
+def _not_registered(node: NodeProto, name: str, domain: str, opset: int, target: Target, model: ModelProto) -> Finding:
     known = target.opsets(node.op_type, domain)
+    lowering: str | None
     if known:
-        fix = f"the plugin knows {node.op_type} at opsets {known}: export at opset 17"
-        lowering = "opset" if opset > 18 else _INSTEAD.get(node.op_type, ("", None))[1]
+        fix, lowering = f"the plugin knows {node.op_type} at opsets {known}: export at opset 17", "opset"
     else:
-        fix, lowering = _INSTEAD.get(
-            node.op_type, ("no release has a plugin for it: replace it by other operators", None)
-        )
-        if domain == "com.microsoft":
-            lowering = lowering or "contrib"
+        fix, lowering = _INSTEAD.get(node.op_type) or _without_plugin(node, model)
     return _refusal(
         "E13010",
         "parser.not-registered",
@@ -171,6 +173,23 @@ def _not_registered(node: NodeProto, name: str, domain: str, opset: int, target:
         lowering=lowering,
         source="OriginOpType registrations of ops-nn, ops-math, ops-cv, ops-transformer (data/onnx_ops.json)",
     )
+
+
+def _without_plugin(node: NodeProto, model: ModelProto) -> tuple[str, str | None]:
+    """What to do about an operator that no release knows and that has no line in the table above."""
+    if any((f.domain, f.name) == (node.domain, node.op_type) for f in model.functions):
+        return "the parser does not expand local functions: inline it", "local_functions"
+    if node.domain in ("", "ai.onnx") and node.op_type in _defined_by_functions():
+        return "write out the operator's definition", "function_body"
+    return "no release has a plugin for it: replace it by other operators", None
+
+
+@functools.cache
+def _defined_by_functions() -> frozenset[str]:
+    """Standard operators that ONNX defines by other operators."""
+    schemas: list[Any] = onnx.defs.get_all_schemas_with_history()  # Any: the stubs lack the function properties
+    defined = (s for s in schemas if s.domain == "" and (s.has_function or s.has_context_dependent_function))
+    return frozenset(s.name for s in defined)
 
 
 def _plugin_refusals(view: GraphView, target: Target) -> Iterator[Finding]:

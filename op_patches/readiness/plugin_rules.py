@@ -44,7 +44,9 @@ def _arg(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None:
         "ArgMax": "Only support select_last_index=0, but 1 is obtained now",
         "ArgMin": "select_last_index should be 0, but now it's 1",
     }[node.op_type]
-    return Refusal("plugin.arg-select-last", text, "reverse the axis first, or drop select_last_index")
+    return Refusal(
+        "plugin.arg-select-last", text, "reverse the axis first, or drop select_last_index", lowering="arg_extrema"
+    )
 
 
 def _bernoulli(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None:
@@ -89,7 +91,7 @@ def _constant_of_shape(node: NodeProto, attrs: Attributes, view: GraphView) -> R
         "plugin.constant-of-shape-value",
         f"value of element type {value.data_type} in typed fields is not supported",
         "store the value as raw_data (onnx.numpy_helper.from_array does)",
-        lowering="fold",
+        lowering="fold_constants",
         certainty=Certainty.SOURCE,
     )
 
@@ -101,16 +103,13 @@ def _conv(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None
         "plugin.conv-attributes",
         "node must have attr (kernel_shape,pads,strides,dilations) at least one",
         "write kernel_shape",
-        lowering="conv",
     )
 
 
 def _conv_transpose(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None:
     if attrs.get("kernel_shape"):
         return None
-    return Refusal(
-        "plugin.conv-transpose-kernel", "attr kernel_shape must have value", "write kernel_shape", lowering="conv"
-    )
+    return Refusal("plugin.conv-transpose-kernel", "attr kernel_shape must have value", "write kernel_shape")
 
 
 def _einsum(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None:
@@ -126,6 +125,7 @@ def _gather_nd(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal |
         "plugin.gathernd-batch-dims",
         "only support batch_dims=0",
         "put the batch index into the indices, or use GatherElements",
+        lowering="gather_nd",
     )
 
 
@@ -216,7 +216,7 @@ def _split_by_count(node: NodeProto, attrs: Attributes, view: GraphView) -> Refu
 
 
 def _split_refusal(message: str, certainty: Certainty = Certainty.PARSER, code: str = "EZ9999") -> Refusal:
-    return Refusal("plugin.split", message, "give the sizes as a constant second input", code, "split", certainty)
+    return Refusal("plugin.split", message, "give the sizes as a constant second input", code, "opset", certainty)
 
 
 def _transpose(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None:

@@ -48,7 +48,6 @@ def precision_findings(views: list[GraphView], target: Target, path: Path | None
                     "integer Div becomes RealDiv, which is not documented to truncate toward zero",
                     "compute it on the host, or as a constant",
                     Certainty.INFERRED,
-                    "int32",
                 )
 
 
@@ -65,7 +64,7 @@ def _beyond_half(
                 "a constant is infinite: a fully masked row, or -inf minus -inf, becomes NaN",
                 "use a finite number such as -1e4",
                 Certainty.REPORTED,
-                "finite_constants",
+                "finite_masks",
             )
         elif largest > _HALF_MAX and target.half_precision:
             yield _risk(
@@ -75,7 +74,7 @@ def _beyond_half(
                 f"a constant of magnitude {largest:.4g} overflows float16 (65504) under {target.precision}",
                 "use a finite number such as -1e4 for masks",
                 Certainty.DOCUMENTED,
-                "finite_constants",
+                "finite_masks",
             )
 
 

@@ -152,6 +152,7 @@ def _initializers(view: GraphView) -> Iterator[Finding]:
             "initializer",
             "sparse_initializer is ignored: its readers stay unconnected",
             "store the tensor densely",
+            lowering="sparse_initializer",
             certainty=Certainty.SOURCE,
         )
 
@@ -203,7 +204,7 @@ def _reduce(node: NodeProto, name: str, view: GraphView, target: Target) -> Iter
             node.op_type,
             "the axes input of opset 18 is not read: axes are empty and everything is reduced",
             "export at opset 17, where axes are an attribute",
-            lowering="reduce",
+            lowering="opset",
             code="E18888",
             certainty=Certainty.INFERRED if node.op_type in _REDUCE_INFERRED else Certainty.PARSER,
         )
@@ -216,7 +217,7 @@ def _reduce(node: NodeProto, name: str, view: GraphView, target: Target) -> Iter
             node.op_type,
             "noop_with_empty_axes=1 is ignored: everything is reduced instead of nothing",
             "replace the node by Identity",
-            lowering="reduce",
+            lowering="opset",
             certainty=Certainty.SOURCE,
         )
     else:
@@ -265,7 +266,7 @@ def _shape(node: NodeProto, name: str, view: GraphView, target: Target) -> Itera
         end is None or (rank is not None and end >= rank)
     )
     if not whole:
-        yield _ignored(node, name, "start/end", "take the whole Shape and Slice it", lowering="shape")
+        yield _ignored(node, name, "start/end", "take the whole Shape and Slice it", lowering="shape_slice")
 
 
 def _scatter(node: NodeProto, name: str, view: GraphView, target: Target) -> Iterator[Finding]:
@@ -276,7 +277,7 @@ def _scatter(node: NodeProto, name: str, view: GraphView, target: Target) -> Ite
 
 def _mod(node: NodeProto, name: str, view: GraphView, target: Target) -> Iterator[Finding]:
     if attributes(node).get("fmod", 0):
-        yield _ignored(node, name, "fmod", "write it as x - y * trunc(x / y)", lowering="mod")
+        yield _ignored(node, name, "fmod", "write it as x - y * trunc(x / y)")
 
 
 def _softmax(node: NodeProto, name: str, view: GraphView, target: Target) -> Iterator[Finding]:
@@ -297,7 +298,7 @@ def _softmax(node: NodeProto, name: str, view: GraphView, target: Target) -> Ite
 
 def _pad(node: NodeProto, name: str, view: GraphView, target: Target) -> Iterator[Finding]:
     if view.opset >= 18 and input_name(node, 3):
-        yield _ignored(node, name, "the axes input", "write pads for every axis", lowering="pad")
+        yield _ignored(node, name, "the axes input", "write pads for every axis", lowering="opset")
 
 
 def _dropout(node: NodeProto, name: str, view: GraphView, target: Target) -> Iterator[Finding]:
@@ -312,6 +313,7 @@ def _dropout(node: NodeProto, name: str, view: GraphView, target: Target) -> Ite
         node.op_type,
         "ratio and training_mode are not connected",
         "export in eval mode, so that no Dropout is left",
+        lowering="dropout" if off else None,
         severity=Severity.NOTE if off else Severity.WRONG,
         code="E18888",
     )

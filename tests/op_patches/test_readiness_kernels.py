@@ -98,7 +98,7 @@ def test_mixed_precision_reaches_the_matrix_unit_only() -> None:
 def test_the_type_of_an_inner_tensor_decides() -> None:
     report = _check("g (float[2] x) => (bool[2] y) { c = Greater (x, x)  d = Not (c)  y = Where (c, d, c) }")
     (finding,) = report.of(Severity.NO_KERNEL)
-    assert (finding.op_type, finding.code, finding.lowering) == ("Where", "EZ3002", "where")
+    assert (finding.op_type, finding.code, finding.lowering) == ("Where", "EZ3002", "where_bool")
     assert "SelectV2" in finding.message
     assert "bool" in finding.message
     assert report.engines == {Engine.AICORE: 2, Engine.NONE: 1}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from op_patches.readiness import Severity, check_model, first_refusal
+from op_patches import readiness
+from op_patches.pipeline import steps_for
+from op_patches.readiness import Severity, check_model, first_refusal, fixes, parser
 from op_patches.targets import Target
 
 TARGET = Target.parse("910B4")
@@ -183,3 +188,18 @@ def test_checking_a_model_in_memory_leaves_it_unchanged() -> None:
     before = model.SerializeToString(deterministic=True)
     check_model(model, TARGET, {"x": [2, 3]})
     assert model.SerializeToString(deterministic=True) == before
+
+
+def test_every_lowering_that_a_finding_names_exists() -> None:
+    """All string constants in the readiness sources that stand where a lowering is named."""
+    named: set[str] = set()
+    for source in Path(readiness.__file__).parent.glob("*.py"):
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "lowering":
+                named |= {c.value for c in ast.walk(node.value) if isinstance(c, ast.Constant) and c.value}
+    for table in (parser._INSTEAD, fixes._AICPU, fixes._NO_KERNEL):
+        named |= {lowering for _, lowering in table.values() if lowering}
+    rules = {rule.name for step in steps_for(TARGET) for rule in step.rules}
+    assert len(named) > 20
+    assert named <= rules
