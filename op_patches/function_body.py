@@ -2,14 +2,16 @@
 
     Attention-23/24, Swish-24, GroupNormalization-21, Mish-18, MeanVarianceNormalization, HannWindow, CenterCropPad …
 
-The source of each formula is the operator's own definition in the `onnx` package: its inliner writes the body. A body
-may hold operators that need a lowering themselves, so this rule runs before the others and again after them.
+The source of each formula is the operator's own definition in the `onnx` package. A body may hold operators
+that need a lowering themselves, so this rule repeats and stands before most others.
 """
 
 from __future__ import annotations
 
-import onnx.inliner
-from onnx import NodeProto, helper, numpy_helper
+from typing import Any
+
+import onnx
+from onnx import FunctionProto, NodeProto, TypeProto, helper
 
 from op_patches.graph_view import GraphView, subgraphs
 from op_patches.rewriter import Builder, Lowering, Refusal, Rewrite
@@ -28,37 +30,60 @@ def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | Refusal 
     body = _body(node, graph)
     if body is None:
         return Refusal(f"ATC parses no {node.op_type} at opset {OPSET}, and ONNX defines no body for it")
-    if any(True for inner in body for _ in subgraphs(inner)):
+    if any(True for inner in body.node for _ in subgraphs(inner)):
         return Refusal(f"the body of {node.op_type} holds control flow")
-    names = {name: name for name in (*node.input, *node.output)}
-    for inner in body:
+    names = dict(zip(body.input, node.input, strict=False))
+    results = dict(zip(body.output, node.output, strict=False))
+    for inner in body.node:
         inputs = [names.get(name, "") for name in inner.input]
-        outs = [name if name in node.output else None for name in inner.output]
-        for name, given in zip(inner.output, new.ops(inner.op_type, inputs, outs), strict=True):
-            names[name] = given
-        new.nodes[-1].attribute.extend(inner.attribute)
-    return Rewrite(f"{len(body)} nodes")
+        outs = [results.get(name) or None for name in inner.output]
+        names |= zip(inner.output, new.ops(inner.op_type, inputs, outs), strict=True)
+        new.nodes[-1].attribute.extend(_attributes(inner, node, graph.opset))
+    return Rewrite(f"{len(body.node)} nodes")
 
 
-def _body(node: NodeProto, graph: GraphView) -> list[NodeProto] | None:
-    """The nodes that ONNX's inliner makes of the node; None when it leaves the node."""
-    inputs, initializers = [], []
-    for name in dict.fromkeys(n for n in node.input if n):
-        kind = graph.type_of(name)
-        if kind is None:
-            return None
-        value = graph.constant(name)
-        if value is not None:
-            initializers.append(numpy_helper.from_array(value, name))
-        inputs.append(helper.make_tensor_value_info(name, kind.elem, kind.shape))
-    outputs = [helper.make_empty_tensor_value_info(o) for o in node.output if o]
-    model = helper.make_model(
-        helper.make_graph([node], "body", inputs, outputs, initializers),
-        opset_imports=[helper.make_opsetid("", graph.opset)],
-    )
-    inlined = onnx.inliner.inline_selected_functions(model, [("", node.op_type)], inline_schema_functions=True)
-    nodes = list(inlined.graph.node)
-    return None if any(n.op_type == node.op_type for n in nodes) else nodes
+def _body(node: NodeProto, graph: GraphView) -> FunctionProto | None:
+    """The function that defines the operator at the graph's opset, for these input types."""
+    if not onnx.defs.has(node.op_type, graph.opset, ""):
+        return None
+    schema: Any = onnx.defs.get_schema(node.op_type, graph.opset, "")  # onnx ships no types for functions
+    if schema.has_context_dependent_function:
+        types = [_type(graph, name) for name in node.input]
+        return _function(schema.get_context_dependent_function(node.SerializeToString(), types))
+    versions = [v for v in schema.function_opset_versions if v <= graph.opset]
+    if not versions:
+        return None
+    return _function(schema.get_function_with_opset_version(max(versions)))
+
+
+def _function(data: bytes) -> FunctionProto:
+    proto = FunctionProto()
+    proto.ParseFromString(data)
+    return proto
+
+
+def _type(graph: GraphView, name: str) -> bytes:
+    kind = graph.type_of(name) if name else None
+    proto = TypeProto() if kind is None else helper.make_tensor_type_proto(kind.elem, kind.shape)
+    return bytes(proto.SerializeToString())
+
+
+def _attributes(inner: NodeProto, node: NodeProto, opset: int) -> list[onnx.AttributeProto]:
+    """The attributes of a body's node; a reference takes the value of the operator's attribute or its default."""
+    given = {a.name: a for a in node.attribute}
+    defaults = onnx.defs.get_schema(node.op_type, opset, "").attributes
+    found: list[onnx.AttributeProto] = []
+    for attribute in inner.attribute:
+        value = attribute
+        if attribute.ref_attr_name:
+            key = attribute.ref_attr_name
+            value = given.get(key) or defaults[key].default_value
+        if value.type:  # an optional attribute without a default stays away
+            copy = onnx.AttributeProto()
+            copy.CopyFrom(value)
+            copy.name = attribute.name
+            found.append(copy)
+    return found
 
 
 FUNCTION_BODY = Lowering("function_body", (), lower)

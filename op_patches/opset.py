@@ -60,6 +60,9 @@ def _raise(model: ModelProto, version: int) -> RuleReport:
     except (RuntimeError, ValueError, onnx.version_converter.ConvertError) as error:
         reason = f"onnx.version_converter: {str(error).splitlines()[0][:160]}"
         return RuleReport("opset", (), (RefusedNode("opset_import", reason),))
+    if [i.type for i in converted.graph.input] != [i.type for i in model.graph.input]:
+        reason = "onnx.version_converter changes the interface of the graph"
+        return RuleReport("opset", (), (RefusedNode("opset_import", f"{reason}: export at opset {OPSET}"),))
     model.graph.CopyFrom(converted.graph)
     del model.opset_import[:]
     model.opset_import.extend(converted.opset_import)
@@ -193,26 +196,40 @@ def _trim(node: NodeProto, view: GraphView, new: Builder, now: onnx.defs.OpSchem
     old = _schema(node.op_type, OPSET)
     if old is None:
         return Refusal(f"{node.op_type} is younger than opset {OPSET}, and no lowering took it")
-    if len(node.input) > old.max_input:
-        return Refusal(f"{node.op_type} has {len(node.input)} inputs, {old.max_input} at opset {OPSET}")
+    problem = _inputs_problem(node, view, old) or _attributes_problem(node, old, now)
+    if problem:
+        return Refusal(f"{node.op_type} at opset {OPSET}: {problem}")
     attrs = attributes(node)
-    extra = {k: v for k, v in attrs.items() if k not in old.attributes}
-    for key, value in extra.items():
-        if key in ("saturate", "round_mode"):  # about float8 alone, whose types the check below refuses
-            continue
-        if value != _default(now, key):
-            return Refusal(f"attribute {key}={value} of {node.op_type} is younger than opset {OPSET}")
-    if attrs.get("mode") in (b"wrap", b"linear", b"cubic") and node.op_type in ("Pad", "GridSample"):
-        return Refusal(f"mode {attrs['mode'].decode()} of {node.op_type} is younger than opset {OPSET}")
-    for name, formal in (*zip(node.input, _formals(old.inputs, len(node.input)), strict=True),):
-        kind = view.type_of(name) if name else None
-        if kind is not None and _type_string(kind.elem) not in formal.types:
-            return Refusal(f"{kind.dtype} is no input type of {node.op_type} at opset {OPSET}")
-    if not extra:
-        return False
     kept: Mapping[str, Any] = {k: v for k, v in attrs.items() if k in old.attributes}
+    if len(kept) == len(attrs):
+        return False
     new.ops(node.op_type, list(node.input), list(node.output), **kept)
     return True
+
+
+def _inputs_problem(node: NodeProto, view: GraphView, old: onnx.defs.OpSchema) -> str:
+    given = len([n for n in node.input if n])
+    if not old.min_input <= len(node.input) <= old.max_input or given < old.min_input:
+        return f"{given} inputs, expected {old.min_input} to {old.max_input}"
+    for name, formal in zip(node.input, _formals(old.inputs, len(node.input)), strict=True):
+        kind = view.type_of(name) if name else None
+        if kind is not None and _type_string(kind.elem) not in formal.types:
+            return f"{kind.dtype} is no type of {name}"
+    return ""
+
+
+def _attributes_problem(node: NodeProto, old: onnx.defs.OpSchema, now: onnx.defs.OpSchema) -> str:
+    attrs = attributes(node)
+    for key, value in attrs.items():
+        # saturate and round_mode are about float8 alone, which no type list of opset 17 holds
+        if key not in old.attributes and key not in ("saturate", "round_mode") and value != _default(now, key):
+            return f"attribute {key}={value} is younger"
+    mode = attrs.get("mode", b"")
+    if node.op_type in ("Pad", "GridSample") and mode in (b"wrap", b"linear", b"cubic"):
+        return f"mode {mode.decode()} is younger"
+    if node.op_type.endswith("Pool") and attrs.get("ceil_mode"):
+        return "ceil_mode counted the last window differently before opset 22"
+    return ""
 
 
 def _formals(parameters: Any, count: int) -> list[Any]:

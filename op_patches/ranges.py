@@ -6,10 +6,11 @@ input proves nothing and an int32 input proves 32 bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto, TensorProto, numpy_helper
 
 from op_patches.graph_view import GraphView, attributes
 
@@ -76,59 +77,75 @@ def _of_node(graph: GraphView, node: NodeProto, depth: int) -> Range | None:
     if op in ("ArgMax", "ArgMin"):
         shape = graph.shape(node.input[0])
         size = shape[attributes(node).get("axis", 0)] if shape else None
-        return Range(0, size - 1) if isinstance(size, int) else Range(0, INT32_MAX)
+        return Range(0, size - 1 if isinstance(size, int) else INT32_MAX)
     if op == "ConstantOfShape":
         value = attributes(node).get("value")
-        fill = int(np.ravel(_array(value))[0]) if value is not None else 0
+        fill = int(np.ravel(numpy_helper.to_array(value))[0]) if value is not None else 0
         return Range(fill, fill)
-    if op == "Pad":
-        operands = [value_range(graph, i, depth + 1) for i in (node.input[0], *node.input[2:3]) if i]
-        return _union([*operands, *([] if len(operands) > 1 else [Range(0, 0)])])
-    operands = [value_range(graph, i, depth + 1) for i in node.input if i]
-    if op == "Where":
-        return _union(operands[1:])
-    if op in ("Concat", "Max", "Min"):
-        return _union(operands)
-    if op == "Cast":
-        source = graph.elem(node.input[0])
-        return operands[0] if source in (*_NARROW, TensorProto.INT64) else None
-    if op in _MOVES:
-        return operands[0]
-    if not operands or any(o is None for o in operands):
+    if op == "Cast" and graph.elem(node.input[0]) not in (*_NARROW, TensorProto.INT64):
         return None
+    operands = [value_range(graph, i, depth + 1) for i in _sources(node)]
+    if op == "Pad" and len(operands) == 1:
+        operands.append(Range(0, 0))
+    if op in (*_MOVES, "Cast", "Where", "Concat", "Max", "Min", "Pad"):
+        return _union(operands)
     known = [o for o in operands if o is not None]
-    return _of_arithmetic(graph, node, known)
+    return _of_arithmetic(graph, node, known) if known and len(known) == len(operands) else None
+
+
+def _sources(node: NodeProto) -> list[str]:
+    """The inputs whose elements the result is made of."""
+    if node.op_type in (*_MOVES, "CumSum", "ReduceSum"):
+        return [node.input[0]]
+    if node.op_type == "Where":
+        return list(node.input[1:])
+    if node.op_type == "Pad":
+        return [n for n in (node.input[0], *node.input[2:3]) if n]
+    return [n for n in node.input if n]
 
 
 def _of_arithmetic(graph: GraphView, node: NodeProto, operands: list[Range]) -> Range | None:
-    a, b = operands[0], operands[-1]
-    if node.op_type == "Add":
-        return _fitting(a.low + b.low, a.high + b.high)
-    if node.op_type == "Sub":
-        return _fitting(a.low - b.high, a.high - b.low)
-    if node.op_type == "Mul":
-        corners = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
-        return _fitting(min(corners), max(corners))
-    if node.op_type == "Div" and b.low > 0:
-        return _fitting(-a.largest, a.largest)
-    if node.op_type == "Pow" and b.low >= 0 and b.high <= 64:
-        return _fitting(-(a.largest**b.high) if a.low < 0 else 0, max(1, a.largest**b.high))
-    if node.op_type == "Mod" and b.low > 0:
-        return Range(min(0, 1 - b.high), b.high - 1)
-    if node.op_type == "Neg":
-        return _fitting(-a.high, -a.low)
-    if node.op_type == "Abs":
-        return _fitting(0, a.largest)
-    if node.op_type == "Range":
-        return _fitting(min(a.low, b.low, operands[1].low), max(a.high, operands[1].high))
-    if node.op_type in ("CumSum", "ReduceSum"):
-        data = operands[0]
+    rule = _ARITHMETIC.get(node.op_type)
+    if rule is not None:
+        bounds = rule(operands[0], operands[-1])
+    elif node.op_type == "Range":  # start, limit, delta
+        start, limit = operands[:2]
+        bounds = min(start.low, limit.low), max(start.high, limit.high)
+    elif node.op_type in ("CumSum", "ReduceSum"):
         shape = graph.static_shape(node.input[0])
         if shape is None:
             return None
         count = max(1, int(np.prod(shape)) if node.op_type == "ReduceSum" else max(shape, default=1))
-        return _fitting(min(0, data.low) * count, max(0, data.high) * count)
-    return None
+        bounds = min(0, operands[0].low) * count, max(0, operands[0].high) * count
+    else:
+        return None
+    if bounds is None or bounds[0] < -(1 << 63) or bounds[1] >= 1 << 63:
+        return None  # int64 itself may have wrapped
+    return Range(*bounds)
+
+
+def _product(a: Range, b: Range) -> tuple[int, int]:
+    corners = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
+    return min(corners), max(corners)
+
+
+def _power(a: Range, b: Range) -> tuple[int, int] | None:
+    if b.low < 0 or b.high > 64:
+        return None
+    largest = max(1, a.largest**b.high)
+    return (-largest if a.low < 0 else 0), largest
+
+
+_ARITHMETIC: dict[str, Callable[[Range, Range], tuple[int, int] | None]] = {
+    "Add": lambda a, b: (a.low + b.low, a.high + b.high),
+    "Sub": lambda a, b: (a.low - b.high, a.high - b.low),
+    "Mul": _product,
+    "Div": lambda a, b: (-a.largest, a.largest) if b.low > 0 else None,
+    "Mod": lambda a, b: (min(0, 1 - b.high), b.high - 1) if b.low > 0 else None,
+    "Pow": _power,
+    "Neg": lambda a, _: (-a.high, -a.low),
+    "Abs": lambda a, _: (0, a.largest),
+}
 
 
 def _of_shape(graph: GraphView, node: NodeProto) -> Range:
@@ -144,14 +161,3 @@ def _union(ranges: list[Range | None]) -> Range | None:
     if len(known) < len(ranges) or not known:
         return None
     return Range(min(r.low for r in known), max(r.high for r in known))
-
-
-def _fitting(low: int, high: int) -> Range | None:
-    """The range, unless int64 itself may have wrapped."""
-    return Range(low, high) if low >= -(1 << 63) and high < (1 << 63) else None
-
-
-def _array(tensor: TensorProto) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    from onnx import numpy_helper
-
-    return numpy_helper.to_array(tensor)
