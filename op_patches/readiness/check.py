@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -28,8 +29,10 @@ from op_patches.readiness.precision import precision_findings
 from op_patches.readiness.report import Finding, ReadinessReport, Severity
 from op_patches.readiness.silent import silent_losses
 from op_patches.readiness.views import TypedGraph, bind_axes, typed_graph
-from op_patches.targets import Engine, Plugin, Target
+from op_patches.targets import Certainty, Engine, Plugin, Release, Target
 from runtime.errors import ReadinessError
+
+FIRST_8_5, LAST_8_5 = Release.parse("8.5.0"), Release.parse("8.5.99")
 
 
 def check_model(graph: Path | str | ModelProto, target: Target, input_shapes: Shapes | None = None) -> ReadinessReport:
@@ -62,7 +65,7 @@ def check_model(graph: Path | str | ModelProto, target: Target, input_shapes: Sh
     return ReadinessReport(
         graph=str(path) if path else model.graph.name or "model",
         target=target,
-        findings=tuple(_once(findings)),
+        findings=tuple(_once(_as_known_for(target, findings))),
         engines=dict(engines),
         num_nodes=sum(engines.values()),
         remarks=(*typed.remarks, *remarks),
@@ -147,7 +150,18 @@ def _placements(
     return findings, engines, remarks
 
 
-def _once(findings: list[Finding]) -> Iterator[Finding]:
+def _as_known_for(target: Target, findings: list[Finding]) -> Iterator[Finding]:
+    """The parser itself was asked at 8.5.0 only: later releases were read, earlier ones are inferred."""
+    if FIRST_8_5 <= target.release <= LAST_8_5:
+        yield from findings
+        return
+    certainty = Certainty.SOURCE if target.release > LAST_8_5 else Certainty.INFERRED
+    for finding in findings:
+        checked = finding.certainty is Certainty.PARSER
+        yield replace(finding, certainty=certainty) if checked else finding
+
+
+def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Drop repetitions, keep the order; notes go last."""
     unique = dict.fromkeys(findings)
     yield from (finding for finding in unique if finding.severity is not Severity.NOTE)

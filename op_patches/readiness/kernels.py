@@ -68,7 +68,10 @@ def place(node: NodeProto, view: GraphView, target: Target, plugin: Plugin, cons
     if engine is Engine.NONE and kernel.aicore is None and not kernel.aicpu:
         reason = f"op type {ge_op} is not found in this op store"
     else:
-        reason = f"data type {dtype} of {ge_op} is not supported" if engine is not Engine.AICORE else ""
+        reason = {
+            Engine.AICPU: f"AICore has no {ge_op} for {dtype}",
+            Engine.NONE: f"data type {dtype} of {ge_op} is not supported",
+        }.get(engine, "")
     return Placement(engine, ge_op, dtype, reason, kernel.certainty)
 
 

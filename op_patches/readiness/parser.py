@@ -10,7 +10,7 @@ Read in hicann/ge v8.5.0, parser/parser/onnx, and compared with its verdicts on 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -187,7 +187,7 @@ def _without_plugin(node: NodeProto, model: ModelProto) -> tuple[str, str | None
 @functools.cache
 def _defined_by_functions() -> frozenset[str]:
     """Standard operators that ONNX defines by other operators."""
-    schemas: list[Any] = onnx.defs.get_all_schemas_with_history()  # Any: the stubs lack the function properties
+    schemas: Sequence[Any] = onnx.defs.get_all_schemas_with_history()  # Any: the stubs lack the function properties
     defined = (s for s in schemas if s.domain == "" and (s.has_function or s.has_context_dependent_function))
     return frozenset(s.name for s in defined)
 

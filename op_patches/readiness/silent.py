@@ -13,7 +13,7 @@ from onnx import NodeProto
 from op_patches.graph_view import GraphView, attributes, input_name, subgraphs
 from op_patches.readiness.parser import GE_SOURCE, node_names
 from op_patches.readiness.report import Finding, Severity
-from op_patches.readiness.views import TypedGraph, reads
+from op_patches.readiness.views import TypedGraph, reads, topological
 from op_patches.targets import Certainty, Release, Target
 
 _PLUGINS = "the operator's ONNX plugin (data/onnx_ops.json)"
@@ -161,13 +161,9 @@ def _vanished_outputs(root: GraphView) -> Iterator[Finding]:
     """Graph outputs that no graph input reaches: the parser keeps only what hangs on an input."""
     initializers = {tensor.name for tensor in root.proto.initializer}
     alive = {info.name for info in root.proto.input if info.name not in initializers}
-    pending = list(root.nodes)
-    while True:
-        reached = [node for node in pending if any(name in alive for name in reads(node))]
-        if not reached:
-            break
-        alive |= {name for node in reached for name in node.output if name}
-        pending = [node for node in pending if all(node is not other for other in reached)]
+    for node in topological(root.nodes):
+        if any(name in alive for name in reads(node)):
+            alive |= {name for name in node.output if name}
     for info in root.proto.output:
         if info.name not in alive:
             yield _loss(

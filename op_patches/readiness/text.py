@@ -56,9 +56,8 @@ def html_page(reports: Sequence[ReadinessReport]) -> str:
         head = page.verdict("good", f"Ready for {target}: no blocking finding in {_graphs(len(reports))}.")
     else:
         blocking = sum(len(report.blocking) for report in failing)
-        head = page.verdict(
-            "bad", f"Not ready for {target}: {blocking} blocking findings in {_graphs(len(failing))} of {len(reports)}."
-        )
+        found = f"{blocking} blocking findings in {_graphs(len(failing))} of {len(reports)}"
+        head = page.verdict("bad", f"Not ready for {target}: {found}.")
     note = page.paragraph(
         "Predicted from tables and rules read in public sources; nothing ran on a device. Each finding says its source."
     )
@@ -66,16 +65,18 @@ def html_page(reports: Sequence[ReadinessReport]) -> str:
 
 
 def _section(report: ReadinessReport) -> str:
-    first = report.first_refusal
-    kind, text = "good", "No blocking finding."
-    if report.blocking:
-        kind, text = "bad", f"{len(report.blocking)} blocking findings."
-        if first is not None:
-            text += f" The parser stops at {first.code}: {first.message}"
-    parts = [page.verdict(kind, text), _engines(report), _findings(report)]
+    parts = [_verdict(report), _engines(report), _findings(report)]
     if report.remarks:
         parts.append("<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in report.remarks) + "</ul>")
     return page.section(report.graph, *parts)
+
+
+def _verdict(report: ReadinessReport) -> str:
+    if report.ready:
+        return page.verdict("good", "No blocking finding.")
+    first = report.first_refusal or report.blocking[0]
+    stop = "The parser stops at" if first is report.first_refusal else "The first is"
+    return page.verdict("bad", f"{len(report.blocking)} blocking. {stop} {first.code or first.rule}: {first.message}")
 
 
 def _engines(report: ReadinessReport) -> str:
@@ -101,11 +102,10 @@ def _findings(report: ReadinessReport) -> str:
     groups = grouped(report.findings)
     if not groups:
         return page.paragraph("No findings.")
-    rows = "\n".join(_row(group) for group in groups)
-    head = "".join(
-        f"<th>{name}</th>" for name in ("Severity", "Nodes", "What ATC says, or does not say", "Fix", "Known how")
-    )
-    return f"<table><tr>{head}</tr>\n{rows}</table>"
+    columns = "".join(f"<col style='width:{width}%'>" for width in (13, 22, 37, 28))
+    head = "".join(f"<th>{name}</th>" for name in ("Severity", "Where", "What ATC says, or does not say", "Fix"))
+    style = "table-layout:fixed;overflow-wrap:anywhere"
+    return f"<table style='{style}'>{columns}<tr>{head}</tr>\n" + "\n".join(map(_row, groups)) + "</table>"
 
 
 def _row(group: FindingGroup) -> str:
@@ -113,18 +113,16 @@ def _row(group: FindingGroup) -> str:
     quiet = finding.severity is Severity.NOTE
     kind = "bad" if finding.severity.blocking else "dim" if quiet else "warn"
     count = f"{len(group.nodes)} × {escape(finding.op_type)}" if finding.op_type else "the graph"
-    names = "<br>".join(f"<code>{escape(node)}</code>" for node in group.nodes[:_NODES_SHOWN] if node)
+    names = "".join(f"<br><code>{escape(node)}</code>" for node in group.nodes[:_NODES_SHOWN] if node)
     more = f"<br>and {len(group.nodes) - _NODES_SHOWN} more" if len(group.nodes) > _NODES_SHOWN else ""
-    code = f"<code>{escape(finding.code)}</code> " if finding.code else ""
+    code = f"<br><code>{escape(finding.code)}</code>" if finding.code else ""
     lowering = (
         f"<br><span class='dim'>lowering <code>{escape(finding.lowering)}</code></span>" if finding.lowering else ""
     )
+    source = f"<br><small class='dim'>{escape(finding.certainty.value)}: {escape(finding.source)}</small>"
     return (
-        f"<tr><td><b class='{kind}'>{escape(finding.severity.value)}</b></td>"
-        f"<td>{count}<br>{names}{more}</td>"
-        f"<td>{code}{escape(finding.message)}</td>"
-        f"<td>{escape(finding.fix)}{lowering}</td>"
-        f"<td class='dim'>{escape(finding.certainty.value)}: {escape(finding.source)}</td></tr>"
+        f"<tr><td><b class='{kind}'>{escape(finding.severity.value)}</b>{code}</td><td>{count}{names}{more}</td>"
+        f"<td>{escape(finding.message)}{source}</td><td>{escape(finding.fix)}{lowering}</td></tr>"
     )
 
 

@@ -105,7 +105,7 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "rect", "br"):
+        if tag not in ("meta", "rect", "br", "col"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import time
 from pathlib import Path
 
 import onnx
@@ -12,7 +13,7 @@ from onnx import TensorProto, helper
 from op_patches import readiness
 from op_patches.pipeline import steps_for
 from op_patches.readiness import Severity, check_model, first_refusal, fixes, parser
-from op_patches.targets import Target
+from op_patches.targets import Certainty, Engine, Target
 
 TARGET = Target.parse("910B4")
 
@@ -203,3 +204,33 @@ def test_every_lowering_that_a_finding_names_exists() -> None:
     rules = {rule.name for step in steps_for(TARGET) for rule in step.rules}
     assert len(named) > 20
     assert named <= rules
+
+
+@pytest.mark.parametrize(
+    ("cann", "certainty"),
+    [
+        ("8.5", Certainty.PARSER),
+        ("8.5.1", Certainty.PARSER),
+        ("9.1", Certainty.SOURCE),
+        ("8.1.RC1", Certainty.INFERRED),
+    ],
+)
+def test_only_8_5_was_asked_itself_and_the_report_says_so(cann: str, certainty: Certainty) -> None:
+    model = _model("g (float[2,3] x) => (float[3,2] y) { y = Transpose (x) }")
+    (finding,) = check_model(model, Target(cann)).blocking
+    assert finding.certainty is certainty
+
+
+def test_a_deep_graph_is_checked_in_seconds() -> None:
+    """20,000 nodes in a chain, written backwards: nothing may be quadratic in the number of nodes."""
+    nodes = [helper.make_node("Neg", [f"t{i}"], [f"t{i + 1}"]) for i in range(20_000)]
+    graph = helper.make_graph(
+        nodes[::-1],
+        "deep",
+        [helper.make_tensor_value_info("t0", TensorProto.FLOAT, [2])],
+        [helper.make_tensor_value_info("t20000", TensorProto.FLOAT, [2])],
+    )
+    start = time.perf_counter()
+    report = check_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), TARGET)
+    assert report.engines == {Engine.AICORE: 20_000}
+    assert time.perf_counter() - start < 20  # 2 s on an idle core
