@@ -49,12 +49,6 @@ class Buckets:
                 raise AtcError(
                     f"{name} {value}: the graph works in blocks; expected multiples of {BLOCK_FRAMES} frames"
                 )
-        for frames in (*self.encode_frames, *self.decode_frames):
-            if frames != whole_blocks(frames):
-                raise AtcError(
-                    f"{frames} frames: codec_encode and codec_decode work on blocks of {BLOCK_FRAMES} frames; "
-                    f"take {whole_blocks(frames)}"
-                )
         if max(self.prefill) > self.capacity:
             raise AtcError(
                 f"prefill bucket {max(self.prefill)} is longer than the cache of {self.capacity} rows; "

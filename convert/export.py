@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import onnx
 from torch import Tensor, nn
 
 from convert.checkpoint import TOKENIZER_NAME, Checkpoint, open_codec, open_model
+from convert.recorded_inputs import export_versions
 from convert.trace import WeightRef, trace
 from convert.verify import example_axes, verify_graph
 from runtime.config import CodecConfig, ModelConfig
@@ -68,7 +67,7 @@ def export_artifacts(
     report(f"{WEIGHTS_NAME}: {(directory / WEIGHTS_NAME).stat().st_size / 1e6:.0f} MB, {len(weights)} tensors")
 
     specs = graph_specs(model.config, codec.config)
-    manifest = _manifest(directory, model, codec, weights, max_positions)
+    manifest = _with_records(_manifest(directory, model, codec, weights, max_positions))
     kept = _graphs_to_keep(directory, manifest, names)
     graphs: dict[str, GraphFile] = {}
     for name in GRAPH_NAMES:
@@ -77,6 +76,7 @@ def export_artifacts(
             graphs[name] = export_graph(specs[name], module, directory, weights, model.config, codec.config)
             worst = max(graphs[name].max_abs_difference.values())
             report(f"{name}: {graphs[name].num_nodes} nodes, torch = ONNX (largest difference {worst:.1e})")
+            dataclasses.replace(manifest, graphs=kept | graphs).save()  # an interrupted export keeps what it finished
         elif name in kept:
             graphs[name] = kept[name]
     manifest = dataclasses.replace(manifest, graphs=graphs)
@@ -204,9 +204,17 @@ def _manifest(
         graphs={},
         data_files=data_files,
         weights=weights,
-        versions={p: version(p) for p in ("torch", "onnx", "onnxruntime", "numpy")}
-        | {"python": platform.python_version()},
+        versions=export_versions(),
     )
+
+
+def _with_records(manifest: Manifest) -> Manifest:
+    """What was patched and compiled before stays recorded: each record knows the hashes of its inputs."""
+    try:
+        before = Manifest.load(manifest.directory)
+    except ManifestError:
+        return manifest
+    return dataclasses.replace(manifest, patched=before.patched, builds=before.builds)
 
 
 def _graphs_to_keep(directory: Path, manifest: Manifest, names: list[str]) -> dict[str, GraphFile]:
@@ -217,5 +225,5 @@ def _graphs_to_keep(directory: Path, manifest: Manifest, names: list[str]) -> di
         before = Manifest.load(directory)
     except ManifestError:
         return {}
-    same = before.data_files == manifest.data_files and before.limits == manifest.limits
+    same = all(getattr(before, part) == getattr(manifest, part) for part in ("data_files", "limits", "versions"))
     return {n: g for n, g in before.graphs.items() if same and (directory / g.file).is_file()}
