@@ -53,7 +53,7 @@ def sfx(
     prompts: tuple[str, ...],
     outs: tuple[Path, ...],
     seed: int,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     decoding: str,
     as_json: bool,
     **options: Any,

@@ -46,7 +46,7 @@ def sfx_bench(
     codec_device: str,
     prompt: str,
     seed: int,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     num_warmup: int,
     num_iterations: int,
     as_json: bool,

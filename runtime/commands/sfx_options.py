@@ -24,9 +24,8 @@ _DEFAULTS = SfxSampling()
 
 limit_option = click.option(
     "--max-new-tokens",
-    default=MAX_NEW_TOKENS,
-    show_default=True,
-    help="Hard limit of generated rows (12.5 per second, and 18 around the sound).",
+    type=int,
+    help=f"Hard limit of generated rows: 12.5 per second and 18 around them; {MAX_NEW_TOKENS} or what the cache holds.",
 )
 
 

@@ -52,7 +52,7 @@ def measure(
     prompt: SoundPrompt,
     seed: int,
     sampling: SfxSampling,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     warmups: int,
     iterations: int,
     on_run: Callable[[int, Sound], None] = lambda number, sound: None,

@@ -35,6 +35,11 @@ class RowModel(Protocol):
     def config(self) -> SfxConfig: ...
 
     @property
+    def max_rows(self) -> int:
+        """Rows that prompt and sound may take together."""
+        ...
+
+    @property
     def backend_name(self) -> str:
         """What runs, as the stats print it."""
         ...

@@ -20,6 +20,7 @@ from runtime.sfx.prompt import PromptEncoder, SoundPrompt
 from runtime.sfx.sampling import SfxSampling
 
 if TYPE_CHECKING:
+    from runtime.backends.base import Session
     from runtime.codec import Codec
 
 Floats = npt.NDArray[np.float32]
@@ -65,6 +66,32 @@ class SoundEffects:
         opened = open_sfx_codec(codec, config, codec_device)
         return SoundEffects(encoder, TorchRowModel(SfxWeights(checkpoint, config), device, dtype), opened)
 
+    @staticmethod
+    def open_artifacts(directory: Path) -> SoundEffects:
+        """Open what convert-moss sfx-export wrote, with ONNX Runtime."""
+        from runtime.backends.ort import OrtBackend
+        from runtime.codec import Codec
+        from runtime.sfx.manifest import EMBEDDINGS_NAME, SfxManifest
+        from runtime.sfx.session_model import SessionRowModel
+        from runtime.sfx.weights import Embeddings
+        from runtime.weights import map_weights
+
+        manifest = SfxManifest.load(directory)
+        config, plan, backend = manifest.config, manifest.plan, OrtBackend()
+
+        def session(name: str) -> Session:
+            graph = manifest.graph(name)
+            return backend.open(graph.spec, directory / graph.file)
+
+        tables = map_weights(directory / EMBEDDINGS_NAME, manifest.embeddings)
+        embeddings = Embeddings(tables["text"], [tables[f"codes_{i}"] for i in range(config.n_vq)])
+        blocks = [session(block.name) for block in plan.blocks(config)]
+        model = SessionRowModel(
+            config, plan, embeddings, blocks, session("inside_heads"), session("text_head"), f"ort {plan.dtype}"
+        )
+        codec = Codec(manifest.codec, encode=(), stream=(session("codec_stream"),))
+        return SoundEffects(PromptEncoder(directory, config), model, codec)
+
     @property
     def notices(self) -> tuple[str, ...]:
         """What the checkpoint left out and the published table filled in."""
@@ -75,12 +102,17 @@ class SoundEffects:
         prompts: Sequence[SoundPrompt],
         seeds: Sequence[int],
         sampling: SfxSampling | None = None,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        max_new_tokens: int | None = None,
         decoding: Decoding = Decoding.UPSTREAM,
         on_row: Callable[[int], None] = lambda rows: None,
     ) -> list[Sound]:
-        """One sound per prompt and seed, side by side; GenerationError when one of them has no audio."""
+        """One sound per prompt and seed, side by side; GenerationError when one of them has no audio.
+
+        Without max_new_tokens a sound may be as long as the model card and the cache allow.
+        """
         rows = [self.encoder.rows(prompt) for prompt in prompts]
+        if max_new_tokens is None:
+            max_new_tokens = max(1, min(MAX_NEW_TOKENS, self.model.max_rows - max(map(len, rows), default=0)))
         begin = time.perf_counter()
         runs = generate(self.model, rows, sampling or SfxSampling(), seeds, max_new_tokens, on_row)
         llm_seconds = time.perf_counter() - begin

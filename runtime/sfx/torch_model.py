@@ -13,15 +13,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runtime.errors import BackendUnavailableError, CapacityError
+from runtime.errors import BackendUnavailableError
 from runtime.modules.sfx import SfxInsideHeads, SfxLayer, SfxNorm, SfxTextHead
-from runtime.sfx.config import SfxConfig
 from runtime.sfx.generate import InsideLogits
 from runtime.sfx.row_feeds import row_feeds
+from runtime.sfx.row_reader import RowReader
 from runtime.sfx.weights import SfxWeights, inside_state, layer_state, norm_state, text_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -30,11 +30,11 @@ CHUNK_ROWS = 256  # prompt rows read at once
 VIEW_ROWS = 64  # the cache is attended in whole multiples of this many rows
 
 
-class TorchRowModel:
+class TorchRowModel(RowReader):
     """All layers in one process on one device."""
 
     def __init__(self, weights: SfxWeights, device: str = "cpu", dtype: str | None = None) -> None:
-        self.config: SfxConfig = weights.config
+        super().__init__(weights.config, CHUNK_ROWS, weights.config.max_positions)
         self.device, self.dtype = open_device(device), getattr(torch, dtype or weights.dtype)
         self._embeddings = weights.embeddings()
 
@@ -48,61 +48,34 @@ class TorchRowModel:
         self._inside = SfxInsideHeads(c, state(inside_state(weights)))
         self._text = SfxTextHead(state(text_state(weights)))
         self._cache: list[tuple[Tensor, Tensor]] = []
-        self._num_cached = np.zeros(0, np.int32)
-        self._capacity = 0
 
     @property
     def backend_name(self) -> str:
         return f"torch {self.device.type} {str(self.dtype).removeprefix('torch.')}"
 
-    def start(self, batch: int, num_rows: int) -> None:
-        """Make room for num_rows rows per request and forget the run before."""
+    def _make_room(self, batch: int, num_rows: int) -> None:
         c = self.config
-        if num_rows > c.max_positions:
-            raise CapacityError(f"{num_rows} rows of prompt and sound; the model was made for {c.max_positions}: "
-                                "lower --max-new-tokens")  # fmt: skip
-        self._capacity = -(-num_rows // VIEW_ROWS) * VIEW_ROWS
-        shape = (batch, c.num_kv_heads, self._capacity, c.head_size)
+        shape = (batch, c.num_kv_heads, _whole_views(num_rows), c.head_size)
         self._cache = [
             (torch.zeros(shape, dtype=self.dtype, device=self.device),
              torch.zeros(shape, dtype=self.dtype, device=self.device))
             for _ in range(c.num_layers)
         ]  # fmt: skip
-        self._num_cached = np.zeros(batch, np.int32)
 
     @torch.no_grad()
-    def read(self, rows: Ints, lengths: Ints) -> Floats:
-        """Read the next rows in chunks; return the hidden state of each request's last row."""
-        if int((self._num_cached + lengths).max()) > self._capacity:
-            raise CapacityError(f"{int((self._num_cached + lengths).max())} rows; room was made for {self._capacity}")
-        last = np.zeros((len(rows), self.config.hidden_size), np.float32)
-        for begin in range(0, rows.shape[1], CHUNK_ROWS):
-            chunk = rows[:, begin : begin + CHUNK_ROWS]
-            counts = np.clip(lengths - begin, 0, chunk.shape[1]).astype(np.int32)
-            hidden = self._read_chunk(chunk, counts)
-            ends = np.flatnonzero((lengths > begin) & (lengths <= begin + CHUNK_ROWS))
-            last[ends] = hidden[torch.as_tensor(ends), torch.as_tensor(counts[ends] - 1)].cpu().numpy()
-        return last
-
-    def _read_chunk(self, rows: Ints, counts: Ints) -> Tensor:
-        """Hidden states [B, R, E] after the final norm; the first counts [B] rows of each request join its cache."""
-        used = max(VIEW_ROWS, -(-int(self._num_cached.max()) // VIEW_ROWS) * VIEW_ROWS)
+    def _read_chunk(self, rows: Ints, counts: Ints) -> Floats:
+        used = _whole_views(max(1, int(self._num_cached.max())))
         feeds = row_feeds(self.config, self._num_cached, rows.shape[1], used)
         cos, sin, cache_mask, row_mask = (torch.from_numpy(x).to(self.device) for x in feeds.by_name().values())
         hidden = torch.from_numpy(self._embeddings.embed(rows)).to(self.device)
         for layer, (keys, values) in zip(self._layers, self._cache, strict=True):
             past = keys[:, :, :used], values[:, :, :used]
             hidden, key, value = layer(hidden, cos, sin, cache_mask, row_mask, *past)
-            for i, at, n in self._writes(counts):
+            for i, (at, n) in enumerate(zip(self._num_cached.tolist(), counts.tolist(), strict=True)):
                 keys[i, :, at : at + n] = key[i, :, :n]
                 values[i, :, at : at + n] = value[i, :, :n]
-        self._num_cached = self._num_cached + counts
-        normed: Tensor = self._norm(hidden)
+        normed: Floats = self._norm(hidden).cpu().numpy()
         return normed
-
-    def _writes(self, counts: Ints) -> Iterator[tuple[int, int, int]]:
-        for i, (at, n) in enumerate(zip(self._num_cached, counts, strict=True)):
-            yield i, int(at), int(n)
 
     @torch.no_grad()
     def inside(self, hidden: Floats) -> InsideLogits:
@@ -119,6 +92,10 @@ class TorchRowModel:
     def close(self) -> None:
         """Drop weights and cache."""
         self._layers, self._cache = [], []
+
+
+def _whole_views(num_rows: int) -> int:
+    return -(-num_rows // VIEW_ROWS) * VIEW_ROWS
 
 
 def open_device(name: str) -> torch.device:
