@@ -79,6 +79,8 @@ def read_clip(path: Path, sample_rate_hz: int = 48_000, num_channels: int = 2, r
     samples, source_rate_hz, notes = _read(path, rules.max_seconds)
     if not np.isfinite(samples).all():
         raise AudioError(f"{path}: {np.count_nonzero(~np.isfinite(samples))} samples are NaN or infinite; repair it")
+    if source_rate_hz < min(DULL_RATE_HZ, sample_rate_hz):
+        notes.append(f"{source_rate_hz} Hz: nothing above {source_rate_hz // 2} Hz, the voice will sound dull")
     source_channels = samples.shape[0]
     if source_channels > 2:
         notes.append(f"{source_channels} channels averaged to one (upstream refuses such files)")
@@ -141,8 +143,6 @@ def _read(path: Path, max_seconds: float) -> tuple[Waveform, int, list[str]]:
     missing = missing or _wav_bytes_missing(path)
     if missing:
         notes.append(f"the file breaks off ({missing}); the {seconds:.2f} s that are there are used")
-    if rate_hz < DULL_RATE_HZ:
-        notes.append(f"{rate_hz} Hz: nothing above {rate_hz // 2} Hz, the voice will sound dull")
     return samples, rate_hz, notes
 
 

@@ -21,8 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.audio import ClipRules, read_clip
-from runtime.backends.base import Backend
-from runtime.codec import Codec
 from runtime.config import CodecConfig
 from runtime.errors import AudioError, ManifestError
 from runtime.manifest import Manifest, sha256_of, write_atomically
@@ -68,13 +66,6 @@ def codec_id(manifest: Manifest) -> str:
     if not weights:
         raise ManifestError(f"{manifest.directory}: the manifest does not say which codec it was made of; export again")
     return hashlib.sha256(json.dumps(sorted(weights.values())).encode()).hexdigest()
-
-
-def open_encoder(manifest: Manifest, backend: Backend) -> Codec:
-    """The codec of an artifacts directory, able to encode only; a context manager."""
-    manifest.check_hashes(["codec_encode"])
-    graph = manifest.graph("codec_encode")
-    return Codec(manifest.codec, [backend.open(graph.spec, manifest.path(graph.file))], [])
 
 
 def encode_clip(

@@ -22,7 +22,7 @@ _DEFAULTS = SamplingParams()
 @click.option("--artifacts", required=True, type=click.Path(path_type=Path, file_okay=False), help="artifacts/<name>")
 @click.option("--text", help="What to say; - reads standard input.")
 @click.option("--text-file", type=click.Path(path_type=Path, dir_okay=False), help="UTF-8 file with the text.")
-@click.option("--voice", type=click.Path(path_type=Path), help="Reference clip: WAV, FLAC, OGG or MP3.")
+@click.option("--voice", help="Reference clip (WAV, FLAC, OGG, MP3), or the name of a stored voice: run-om voice.")
 @click.option("--reference-text", help="What the clip says: continue it instead of cloning its voice.")
 @click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="WAV, FLAC or OGG file.")
 @backend_options
@@ -57,6 +57,7 @@ def say(
     from runtime.audio_writer import check_output_path, write_audio
     from runtime.manifest import Manifest
     from runtime.synthesizer import Request, open_synthesizer
+    from runtime.voices import VoiceStore, codec_id, find_voice
 
     check_output_path(out)
     _check_codes_path(codes_out)
@@ -67,8 +68,9 @@ def say(
     with open_synthesizer(manifest, opened, fused=not backend.split) as synthesizer:
         codes = None
         if options["voice"] is not None:
-            clip, codes = synthesizer.read_voice(options["voice"])
-            for note in clip.notes:
+            voice = find_voice(options["voice"], VoiceStore(), synthesizer.codec, codec_id(manifest))
+            codes = voice.codes[:, : manifest.model.n_vq]
+            for note in voice.notes:
                 click.echo(f"{options['voice']}: {note}", err=True)
         request = Request(text, codes, options["reference_text"], sampling, options["seed"], options["max_frames"])
         speech = synthesizer.say(request)

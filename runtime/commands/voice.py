@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from runtime.backends.select import BACKEND_NAMES
+from runtime.backends.select import BackendOptions
+from runtime.commands.backend_options import backend_options, open_chosen
 from runtime.resample import Resampler
 
 _voices_option = click.option(
@@ -34,24 +35,27 @@ def voice() -> None:
     help="upstream gives upstream's codes; soxr is the better filter.",
 )  # fmt: skip
 @click.option("--replace", is_flag=True, help="Overwrite a voice of this name.")
-@click.option("--backend", "backend_name", default="ort", show_default=True, type=click.Choice(BACKEND_NAMES))
+@backend_options
 @_voices_option
-def add(name: str, clip: Path, artifacts: Path, backend_name: str, directory: Path | None, **options: Any) -> None:
+def add(
+    name: str, clip: Path, artifacts: Path, backend: BackendOptions, directory: Path | None, **options: Any
+) -> None:
     """Encode CLIP and store it as NAME.
 
     Example: run-om voice add anna clip.wav --artifacts artifacts/demo
     """
+    from runtime.assembly import open_codec
     from runtime.audio import ClipRules
-    from runtime.backends.select import open_backend
     from runtime.manifest import Manifest
-    from runtime.voices import VoiceStore, codec_id, encode_clip, open_encoder
+    from runtime.voices import VoiceStore, codec_id, encode_clip
 
     store = VoiceStore(directory)
     store.check_free(name, options["replace"])
     manifest = Manifest.load(artifacts)
     rules = ClipRules(trim=options["trim"], resampler=Resampler(options["resampler"]))
-    with open_encoder(manifest, open_backend(backend_name, manifest)) as encoder:
-        encoded = encode_clip(clip, encoder, codec_id(manifest), rules, name, options["text"])
+    manifest.check_hashes([])  # the weights
+    with open_codec(manifest, open_chosen(manifest, backend)) as codec:
+        encoded = encode_clip(clip, codec, codec_id(manifest), rules, name, options["text"])
     path = store.add(encoded, options["replace"])
     for note in encoded.notes:
         click.echo(f"{clip}: {note}", err=True)

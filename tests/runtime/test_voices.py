@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ import soundfile
 from click.testing import CliRunner
 
 from runtime.cli import cli
+from runtime.config import CodecConfig, ModelConfig
 from runtime.errors import AudioError, ManifestError
-from runtime.manifest import sha256_of
+from runtime.manifest import Manifest, sha256_of
 from runtime.voices import VOICES_ENV, Voice, VoiceStore, codec_id, default_directory, encode_clip, find_voice
 
 CODES = np.arange(32, dtype=np.int32).reshape(2, 16)
@@ -193,3 +195,32 @@ def test_adding_needs_artifacts_and_a_free_name(monkeypatch, tmp_path, clip):
     code, output = run("add", "anna", str(clip), "--artifacts", str(tmp_path))
     assert code == 1
     assert "voice anna exists" in output
+
+
+def test_a_voice_is_added_through_the_command(monkeypatch, tmp_path, clip):
+    """The wiring; the codec itself is tested with its graphs."""
+    nano = Path(__file__).parents[1] / "data" / "nano"
+    Manifest(
+        directory=tmp_path,
+        name="tiny",
+        made_up=True,
+        source={"codec": {"files": {"model.safetensors": "11"}}},
+        model=ModelConfig.from_dict(json.loads((nano / "tiny_llm_b" / "config.json").read_text())),
+        codec=CodecConfig.from_dict(json.loads((nano / "tiny_codec" / "config.json").read_text())),
+        limits={"max_positions": 512, "top_k_max": 50},
+        graphs={},
+        data_files={},
+        weights={},
+        versions={},
+    ).save()
+    monkeypatch.setenv(VOICES_ENV, str(tmp_path / "voices"))
+    monkeypatch.setattr("runtime.commands.voice.open_chosen", lambda manifest, backend: None)
+    monkeypatch.setattr("runtime.assembly.open_codec", lambda manifest, backend: nullcontext(FakeCodec()))
+    add = ("add", "anna", str(clip), "--artifacts", str(tmp_path), "--text", "Hi.")
+    assert run(*add) == (0, f"voice anna: 25 frames from 2.0 s, stored in {tmp_path / 'voices' / 'anna.json'}\n")
+    voice = VoiceStore().load("anna")
+    assert (voice.text, voice.codec_id) == ("Hi.", codec_id(Manifest.load(tmp_path)))
+    assert run(*add)[0] == 1
+    assert run(*add, "--replace")[0] == 0
+    code, output = run("add", "bob", str(tmp_path / "manifest.json"), "--artifacts", str(tmp_path))
+    assert (code, output) == (1, f"error: {tmp_path / 'manifest.json'} is JSON, not audio\n")
