@@ -37,6 +37,7 @@ from runtime.spec import GraphSpec
 from runtime.weights import WEIGHTS_NAME, WeightRecord, write_weights
 
 MAX_POSITIONS = 4096  # rows that prompt and frames may take together: 5 minutes of frames
+MIN_POSITIONS = 200  # convert/verify.py feeds positions below this
 FORBIDDEN_OPS = {"Shape", "Range", "If", "Loop", "Scan", "Einsum", "Trilu", "Size", "NonZero"}
 INT64_ONLY = {"Reshape", "Slice", "Split", "Unsqueeze", "Squeeze", "ReduceSum", "TopK", "Pad"}  # their operands
 Report = Callable[[str], None]
@@ -60,6 +61,8 @@ def export_artifacts(
         report(f"notice: {finding}")
     check_pair(model.config, codec.config)
     max_positions = min(max_positions, model.config.max_positions)
+    if max_positions < MIN_POSITIONS:
+        raise ExportError(f"{max_positions} positions: the verification needs at least {MIN_POSITIONS}")
     state = derive_llm_state(model.config, model.tensors, max_positions)
     state |= derive_codec_state(codec.config, codec.tensors)
     directory.mkdir(parents=True, exist_ok=True)
