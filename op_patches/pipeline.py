@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import ModelProto
 
+from op_patches import readiness
 from op_patches.arg_extrema import ARG_EXTREMA
 from op_patches.bool_data import BOOL_DATA
 from op_patches.cast_like import CAST_LIKE
@@ -154,8 +155,10 @@ def apply_lowerings(
     wrong = check_model(patched)
     if wrong and not check_model(model):
         raise PatchError(f"the patched graph does not pass the ONNX checker, and the given one does: {wrong}")
-    remaining = (f"the ONNX checker, as for the given graph: {wrong}",) if wrong else ()
-    return patched, LoweringReport(str(target), tuple(reports), num_nodes, count_nodes(patched), remaining)
+    remaining = [f"the ONNX checker, as for the given graph: {wrong}"] if wrong else []
+    for finding in readiness.check_model(patched, target).blocking:
+        remaining.append(f"{finding.severity.value}: {finding.node or 'graph'} ({finding.rule}): {finding.message}")
+    return patched, LoweringReport(str(target), tuple(reports), num_nodes, count_nodes(patched), tuple(remaining))
 
 
 def _run_step(step: Step, model: ModelProto, target: Target, prover: Prover) -> list[RuleReport]:

@@ -115,7 +115,7 @@ def _measure(
 ) -> SiteProof:
     worst = {"random": 0.0, "extreme": 0.0}
     half = _HalfCount(site, boundary)
-    compared = 0
+    compared, relative = 0, 0.0
     for case in _CASES if boundary else _CASES[:1]:  # a constant is the same in every case
         rng = np.random.default_rng(zlib.crc32(case.name.encode()))
         feeds = {n: _draw(case, rng, n, t, shapes[n], site) for n, t in boundary.items()}
@@ -127,11 +127,12 @@ def _measure(
                 name = _outputs(site)[index]
                 raise ProofFailed(f"differs by {gap:.3g} in {name} on inputs {case.name}")
             worst[case.kind] = max(worst[case.kind], gap)
+            relative = max(relative, gap / (_peak(reference) or 1.0))
             compared += int(not np.isnan(reference).all()) if reference.dtype.kind == "f" else 1
         half.add(original, replacement, feeds)
     if not compared:
         raise ProofFailed("not measured: the original gave nothing but NaN on every input")
-    return SiteProof(len(_CASES) if boundary else 1, worst["random"], worst["extreme"], half.proof())
+    return SiteProof(len(_CASES) if boundary else 1, worst["random"], worst["extreme"], relative, half.proof())
 
 
 def _allowed(boundary: Mapping[str, TensorType], reference: Array, value: Array, kind: str) -> float:
@@ -140,8 +141,14 @@ def _allowed(boundary: Mapping[str, TensorType], reference: Array, value: Array,
         return 0.0
     elems = {*(t.elem for t in boundary.values()), helper.np_dtype_to_tensor_dtype(value.dtype)} & set(FLOATS)
     random, extreme = max((TOLERANCES.get(e, FLOAT32_TOLERANCE) for e in elems), default=FLOAT32_TOLERANCE)
-    finite = np.abs(reference[np.isfinite(reference)])
-    return FLOOR + (random if kind == "random" else extreme) * float(finite.max(initial=0.0))
+    return FLOOR + (random if kind == "random" else extreme) * _peak(reference)
+
+
+def _peak(value: Array) -> float:
+    """The largest |finite value|; 0 for anything but floats."""
+    if value.dtype.kind != "f":
+        return 0.0
+    return float(np.abs(value[np.isfinite(value)]).max(initial=0.0))
 
 
 class _HalfCount:
@@ -174,9 +181,9 @@ class _HalfCount:
         self.nans += nans
         for reference, value in zip(want, values, strict=True):
             if reference.dtype.kind == "f":
-                gap = np.abs(reference.astype(np.float64) - value.astype(np.float64))
-                peak = float(np.abs(reference).max(initial=0.0)) or 1.0
-                self.gap = max(self.gap, float(np.max(gap[np.isfinite(gap)], initial=0.0)) / peak)
+                gaps = np.abs(reference.astype(np.float64) - value.astype(np.float64))
+                gap = float(np.max(gaps[np.isfinite(gaps)], initial=0.0))
+                self.gap = max(self.gap, gap / (_peak(reference) or 1.0))
 
     def proof(self) -> HalfProof | None:
         if not self.floats or not self.cases:

@@ -28,6 +28,7 @@ class SiteProof:
     cases: int
     random: float  # largest |difference| on random inputs, in the model's own precision
     extreme: float  # the same on extreme inputs
+    relative: float  # the largest of both, over the largest |value| of its output
     half: HalfProof | None  # None where no floating-point value is computed
 
 
@@ -78,6 +79,11 @@ class RuleReport:
         return max((n.proof.extreme for n in self.lowered if n.proof), default=None)
 
     @property
+    def max_relative_difference(self) -> float | None:
+        """Largest difference over the largest |value| of the same output."""
+        return max((n.proof.relative for n in self.lowered if n.proof), default=None)
+
+    @property
     def half(self) -> HalfProof | None:
         """The half-precision proofs of all nodes together."""
         proofs = [n.proof.half for n in self.lowered if n.proof and n.proof.half]
@@ -97,6 +103,7 @@ class RuleReport:
             "count": self.count,
             "max_difference_random": self.max_difference_random,
             "max_difference_extreme": self.max_difference_extreme,
+            "max_relative_difference": self.max_relative_difference,
             "half": dataclasses.asdict(self.half) if self.half else None,
             "nodes": [{"node": n.node, "op_type": n.op_type, "detail": n.detail} for n in self.lowered],
             "refused": [dataclasses.asdict(r) for r in self.refused],
@@ -156,7 +163,7 @@ def _numbers(report: RuleReport) -> str:
     random, extreme, half = report.max_difference_random, report.max_difference_extreme, report.half
     if random is None or extreme is None:
         return "no arithmetic changed"
-    text = f"difference {random:.2g} random, {extreme:.2g} extreme"
+    text = f"difference {random:.2g} random, {extreme:.2g} extreme, {report.max_relative_difference:.2g} relative"
     if half:
         text += f"; float16: {half.overflows} overflows, {half.nans} NaN in {half.cases} cases ({half.how})"
     return text
