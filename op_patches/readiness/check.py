@@ -57,7 +57,7 @@ def check_model(graph: Path | str | ModelProto, target: Target, input_shapes: Sh
         *external_data_findings(model, path, typed.views),
         *zero_dim_findings(typed.views, constants[id(typed.root)].names),
         *placements,
-        *precision_findings(typed.views, target, path),
+        *precision_findings(typed.views, target, path, constants),
         *padded_past_findings(typed.root, bound),
         *cost_findings(typed.views, constants, target),
         *open_axis_findings(typed.root),

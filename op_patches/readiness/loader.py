@@ -34,6 +34,7 @@ _CHILDREN: dict[str, dict[int, str]] = {
 }
 _PAYLOAD = {4, 5, 6, 7, 9, 10, 11}  # float_data … raw_data … uint64_data
 _RAW_DATA, _FLOAT_DATA = 9, 4
+_CHUNK = 1 << 20  # elements read at a time
 
 
 _FLOATS: dict[int, type[np.floating[Any]]] = {
@@ -93,19 +94,26 @@ def _read_small_external(tensor: TensorProto, path: Path) -> None:
         tensor.data_location = TensorProto.DEFAULT
 
 
-def float_values(tensor: TensorProto, path: Path | None) -> npt.NDArray[Any] | None:
-    """Map the values of a large float tensor in the .onnx file or beside it; None when they are not to be had."""
+def float_chunks(tensor: TensorProto, path: Path | None) -> Iterator[npt.NDArray[Any]]:
+    """Read the values of a large float tensor piece by piece, from the .onnx file or from the file beside it.
+
+    Yields nothing for other element types, for models in memory, and for files that are missing or short.
+    """
     dtype = _FLOATS.get(tensor.data_type)
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if dtype is None or path is None or not entries.get("location"):
-        return None
-    inline = entries["location"] == INLINE
-    file = path if inline else path.parent / entries["location"]
+        return
+    file = path if entries["location"] == INLINE else outside_file(tensor, path)
     count = int(np.prod(tensor.dims, dtype=np.int64))
-    offset = int(entries.get("offset", "0") or 0)
-    if count == 0 or not file.is_file() or file.stat().st_size < offset + count * np.dtype(dtype).itemsize:
-        return None
-    return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    offset = int(entries.get("offset") or 0)
+    if not file.is_file() or file.stat().st_size < offset + count * np.dtype(dtype).itemsize:
+        return
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        while count > 0:
+            chunk = np.fromfile(stream, dtype, min(count, _CHUNK))
+            count -= chunk.size
+            yield chunk
 
 
 def _copy(data: mmap.mmap, start: int, end: int, kind: str, out: bytearray) -> None:

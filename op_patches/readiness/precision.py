@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto, TensorProto, numpy_helper
 
-from op_patches.graph_view import GraphView, attributes, input_name
-from op_patches.readiness.loader import float_values
+from op_patches.graph_view import Array, GraphView, attributes, input_name
+from op_patches.readiness.folding import Folded
+from op_patches.readiness.loader import float_chunks
 from op_patches.readiness.parser import node_names
 from op_patches.readiness.report import Finding, Severity
 from op_patches.readiness.views import dtype_of
@@ -20,10 +19,11 @@ from op_patches.targets import Certainty, Target
 _HALF_MAX = 65504.0
 # Where a mask or a bound enters; weights of MatMul and Conv are clipped by ATC itself (--is_weight_clip).
 _MASKING = {"Add", "Sub", "Mul", "Where", "Max", "Min", "Clip", "Pad", "Expand", "ConstantOfShape", "Concat"}
-_CHUNK = 1 << 20
 
 
-def precision_findings(views: list[GraphView], target: Target, path: Path | None) -> Iterator[Finding]:
+def precision_findings(
+    views: list[GraphView], target: Target, path: Path | None, constants: Mapping[int, Folded]
+) -> Iterator[Finding]:
     for view in views:
         tensors = {tensor.name: tensor for tensor in view.proto.initializer}
         for node, name in zip(view.nodes, node_names(view.proto), strict=True):
@@ -40,22 +40,27 @@ def precision_findings(views: list[GraphView], target: Target, path: Path | None
                     "keep it in float32 with --keep_dtype, or use precision=origin",
                     Certainty.REPORTED,
                 )
-            if node.op_type == "Div" and dtype_of(view, input_name(node, 0)) in ("int32", "int64"):
-                yield _risk(
-                    "precision.integer-div",
-                    name,
-                    node.op_type,
-                    "integer Div becomes RealDiv, which is not documented to truncate toward zero",
-                    "compute it on the host, or as a constant",
-                    Certainty.INFERRED,
-                )
+            if node.op_type == "Div" and not constants[id(view)].covers(node):
+                yield from _integer_div(node, name, view)
+
+
+def _integer_div(node: NodeProto, name: str, view: GraphView) -> Iterator[Finding]:
+    if dtype_of(view, input_name(node, 0)) in ("int32", "int64"):
+        yield _risk(
+            "precision.integer-div",
+            name,
+            node.op_type,
+            "integer Div becomes RealDiv, which is not documented to truncate toward zero",
+            "compute it on the host, or as a constant",
+            Certainty.INFERRED,
+        )
 
 
 def _beyond_half(
     node: NodeProto, name: str, view: GraphView, tensors: dict[str, TensorProto], target: Target, path: Path | None
 ) -> Iterator[Finding]:
-    for value in _float_constants(node, view, tensors, path):
-        largest, infinite = _extremes(value)
+    for chunks in _float_constants(node, view, tensors, path):
+        largest, infinite = _extremes(chunks)
         if infinite:
             yield _risk(
                 "precision.infinite-constant",
@@ -80,31 +85,28 @@ def _beyond_half(
 
 def _float_constants(
     node: NodeProto, view: GraphView, tensors: dict[str, TensorProto], path: Path | None
-) -> Iterator[npt.NDArray[Any]]:
+) -> Iterator[Iterable[Array]]:
     for index, name in enumerate(node.input):
         if node.op_type == "Clip" and index > 0:
             continue  # the bounds of a Clip may be as wide as they like
         small = view.constant(name)
         if small is not None and small.dtype.kind == "f":
-            yield small
+            yield [small]
         elif name in tensors and small is None:
-            mapped = float_values(tensors[name], path)
-            if mapped is not None:
-                yield mapped
+            yield float_chunks(tensors[name], path)
     if node.op_type == "ConstantOfShape" and "value" in attributes(node):
-        fill = attributes(node)["value"]
-        if fill.data_type == TensorProto.FLOAT:
-            yield np.asarray(fill.float_data or np.frombuffer(fill.raw_data, np.float32), np.float32)
+        fill = numpy_helper.to_array(attributes(node)["value"])
+        if fill.dtype.kind == "f":
+            yield [fill]
 
 
-def _extremes(values: npt.NDArray[Any]) -> tuple[float, bool]:
-    """The largest finite magnitude, and whether any element is infinite; read in chunks."""
-    flat = values.reshape(-1)
+def _extremes(chunks: Iterable[Array]) -> tuple[float, bool]:
+    """The largest finite magnitude, and whether any element is infinite."""
     largest, infinite = 0.0, False
-    for start in range(0, flat.size, _CHUNK):
-        chunk = np.abs(np.asarray(flat[start : start + _CHUNK], dtype=np.float64))
-        finite = chunk[np.isfinite(chunk)]
-        infinite |= bool(np.isinf(chunk).any())
+    for chunk in chunks:
+        magnitude = np.abs(np.asarray(chunk, dtype=np.float64))
+        finite = magnitude[np.isfinite(magnitude)]
+        infinite |= bool(np.isinf(magnitude).any())
         largest = max(largest, float(finite.max(initial=0.0)))
     return largest, infinite
 
