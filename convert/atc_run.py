@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -185,6 +186,10 @@ class _Control:
 
     stop: threading.Event = field(default_factory=threading.Event)  # end what is running
     start_no_more: threading.Event = field(default_factory=threading.Event)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def next_number(self) -> int:
+        return next(self.numbers)
 
 
 def _compile(
@@ -204,8 +209,15 @@ def _compile(
     plog.mkdir(parents=True)
     for file in job.files:
         write_atomically(file.path, file.content)
-    progress(f"{job.name}: compiling")
-    run = _run(job, {**environ, "ASCEND_PROCESS_LOG_PATH": str(plog)}, timeout_s, progress, control.stop)
+    label = f"[{control.next_number()}/{len(plan.to_compile)}] {job.name}"
+    progress(f"{label}: compiling, output in {job.log}")
+    run = _run(
+        job,
+        {**environ, "ASCEND_PROCESS_LOG_PATH": str(plog)},
+        timeout_s,
+        lambda line: progress(f"{label}: {line}"),
+        control.stop,
+    )
     if run.exit_code is None and not run.timed_out:
         raise CancelledError  # the user stopped the run
     files = sorted(path for path in job.scratch.glob(f"{job.name}*.om") if path.stat().st_size)
@@ -213,7 +225,7 @@ def _compile(
     if not run.succeeded:
         _keep_plog(plog, job.log.with_suffix(".plog"))
         shutil.rmtree(job.scratch, ignore_errors=True)
-        progress(f"{job.name}: failed after {run.seconds:.0f} s")
+        progress(f"{label}: FAILED after {run.seconds:.0f} s")
         explanation = explain(run, _context(job, plan))
         if explanation.stops_all:
             control.start_no_more.set()
@@ -238,7 +250,7 @@ def _compile(
         seconds=round(run.seconds, 3),
         fake=is_fake_om(job.output),
     )
-    progress(f"{job.name}: done in {run.seconds:.0f} s")
+    progress(f"{label}: done in {run.seconds:.0f} s")
     return JobResult(job, run.seconds, build, None)
 
 
@@ -262,7 +274,7 @@ def _run(
         except OSError as error:
             log.write(f"{job.argv[0]}: {error}\n".encode())
             return AtcRun(127, 0.0, str(error), 0)
-        exit_code, timed_out = _wait(process, start, timeout_s, job.name, progress, stop)
+        exit_code, timed_out = _wait(process, start, timeout_s, progress, stop)
     output = job.log.read_text(encoding="utf-8", errors="replace")
     return AtcRun(exit_code, time.monotonic() - start, output, 0, timed_out)
 
@@ -271,7 +283,6 @@ def _wait(
     process: subprocess.Popen[bytes],
     start: float,
     timeout_s: float,
-    name: str,
     progress: Progress,
     stop: threading.Event,
 ) -> tuple[int | None, bool]:
@@ -285,7 +296,7 @@ def _wait(
             _end_group(process)
             return None, not stop.is_set()
         if now >= next_sign:
-            progress(f"{name}: compiling, {now - start:.0f} s")
+            progress(f"compiling for {now - start:.0f} s")
             next_sign = now + _HEARTBEAT_S
 
 

@@ -15,7 +15,15 @@ _HEAD = ("build", "inputs", "weights", "cache", "in+out", "workspace", "device *
 
 
 def plan_lines(plan: AtcPlan) -> list[str]:
-    """A table of all builds, the assumptions of its memory column, then shapes, command and output of each build."""
+    """The table, then shapes, command and output of each build."""
+    lines = table_lines(plan)
+    for job in plan.jobs:
+        lines += ["", *_block(job)]
+    return lines
+
+
+def table_lines(plan: AtcPlan) -> list[str]:
+    """A table of all builds, the assumptions of its memory column, and the notes."""
     counts = {state: sum(job.state == state for job in plan.jobs) for state in ("compile", "unchanged", "refused")}
     rows = [_HEAD, *(_row(job) for job in plan.jobs)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
@@ -34,10 +42,7 @@ def plan_lines(plan: AtcPlan) -> list[str]:
     unknown = sum(job.memory.num_unknown for job in plan.jobs)
     if unknown:
         lines.append(f"  - {unknown} tensors have no inferred shape and are not in the workspace")
-    lines += [f"note: {note}" for note in plan.notes]
-    for job in plan.jobs:
-        lines += ["", *_block(job)]
-    return lines
+    return lines + [f"note: {note}" for note in plan.notes]
 
 
 def result_lines(plan: AtcPlan, results: Sequence[JobResult]) -> list[str]:

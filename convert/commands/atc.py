@@ -105,9 +105,9 @@ def _compile(
 ) -> None:
     from convert.atc_plan import plan_as_data
     from convert.atc_run import run_plan
-    from convert.atc_table import plan_lines, raise_if_incomplete, result_lines
+    from convert.atc_table import raise_if_incomplete, result_lines, table_lines
 
-    for line in (*plan_lines(plan), *([environment.note] if environment.note else [])):
+    for line in (*table_lines(plan), *([environment.note] if environment.note else [])):
         click.echo(line, err=True)
     results = run_plan(plan, manifest, environment, lambda line: click.echo(line, err=True), jobs, timeout_s)
     if as_json:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from importlib import resources
+
+import click
 import pytest
 
 from convert.atc_explain import AtcRun, Context, Explanation, explain, first_error, known_codes, parse_messages
+from convert.cli import cli
 
 SCORES = "global/layer_03/attention/scores"
 NORM = "global/layer_03/norm_1/norm"
@@ -197,3 +203,16 @@ def test_the_printed_explanation_has_every_part() -> None:
              "next    convert-moss doctor --cann", "log     /art/step.log")  # fmt: skip
     for part in parts:
         assert part in text
+
+
+def test_every_suggested_command_of_ours_exists_with_its_options() -> None:
+    data = json.loads(resources.files("convert.data").joinpath("atc_errors.json").read_text(encoding="utf-8"))
+    rows = [*data["codes"], *data["symptoms"], *data["endings"].values()]
+    ours = {match[0] for row in rows if (match := re.search(r"convert-moss .*", row["next"]))}
+    assert len(ours) > 4
+    for text in ours:
+        name = text.split()[1]
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None, text
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"--[\w-]+", text.replace("add --external_weight=1", ""))) <= known, text
