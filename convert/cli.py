@@ -19,6 +19,8 @@ COMMANDS = {
     "patch": ("convert.commands.patch:patch", "Lower what a target does not take."),
     "atc": ("convert.commands.atc:atc", "Plan, script or run the ATC compilation."),
     "build": ("convert.commands.build:build", "Export, patch, check and compile, skipping what is unchanged."),
+    "sfx-export": ("convert.commands.sfx_export:sfx_export", "Export MOSS-SoundEffect to ONNX graphs in parts."),
+    "sfx-plan": ("convert.commands.sfx_plan:sfx_plan", "Device memory of MOSS-SoundEffect's parts, and its ATC runs."),
 }
 
 

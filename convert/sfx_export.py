@@ -14,6 +14,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from runtime.modules.codec import CodecStream, build_codec_module
 from runtime.modules.sfx import SfxBlock, SfxInsideHeads, SfxTextHead
 from runtime.sfx.codec import decoder_state, read_sfx_codec_config
 from runtime.sfx.config import SfxConfig, read_sfx_config
-from runtime.sfx.graphs import SfxPlan, block_spec, inside_spec, text_spec
+from runtime.sfx.graphs import Block, SfxPlan, block_spec, inside_spec, text_spec
 from runtime.sfx.manifest import EMBEDDINGS_NAME, SFX_MANIFEST_NAME, TOKENIZER_NAME, SfxGraph, SfxManifest
 from runtime.sfx.weights import SfxWeights, block_state, inside_state, text_state
 from runtime.spec import Array, GraphSpec
@@ -92,14 +93,14 @@ def _parts(
     """Interface, weights and module of every graph of the language model."""
     config = weights.config
     for block in plan.blocks(config):
-        ends = block.last == config.num_layers
-        yield (
-            block_spec(config, block, plan),
-            block_state(weights, block.first, block.last),
-            lambda state, n=len(block), ends=ends: SfxBlock(config, state, n, ends, plan.rows),  # type: ignore[misc]  # mypy cannot type lambda defaults
-        )
+        build = partial(_build_block, config, plan, block)
+        yield block_spec(config, block, plan), block_state(weights, block.first, block.last), build
     yield inside_spec(config), inside_state(weights), lambda state: SfxInsideHeads(config, state)
     yield text_spec(config), text_state(weights), SfxTextHead
+
+
+def _build_block(config: SfxConfig, plan: SfxPlan, block: Block, state: State) -> nn.Module:
+    return SfxBlock(config, state, len(block), block.last == config.num_layers, plan.rows)
 
 
 def export_part(
@@ -208,10 +209,3 @@ def _line(graph: SfxGraph) -> str:
         f"{graph.spec.name}: {graph.num_nodes} nodes, {graph.weight_bytes / 1e6:,.1f} MB of weights, "
         f"{graph.verification}"
     )
-
-
-def config_of(directory: Path) -> SfxConfig:
-    """The config of a checkpoint or of an artifacts directory."""
-    if (directory / SFX_MANIFEST_NAME).is_file():
-        return SfxManifest.load(directory).config
-    return read_sfx_config(directory)

@@ -11,6 +11,7 @@ import click
 from runtime.commands.sfx_options import (
     limit_option,
     model_options,
+    open_effects,
     prompts_from,
     sampling_from,
     sampling_options,
@@ -18,12 +19,12 @@ from runtime.commands.sfx_options import (
 )
 from runtime.errors import AudioError
 from runtime.sfx.codec import Decoding
-from runtime.sfx.sound_effects import Sound, SoundEffects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from runtime.audio_writer import Written
+    from runtime.sfx.sound_effects import Sound
 
 
 @click.command()
@@ -45,11 +46,6 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sound.")
 def sfx(
-    checkpoint: Path,
-    codec: Path,
-    device: str,
-    dtype: str | None,
-    codec_device: str,
     prompts: tuple[str, ...],
     outs: tuple[Path, ...],
     seed: int,
@@ -70,7 +66,7 @@ def sfx(
     for out in outs:
         check_output_path(out)
     requests, sampling = prompts_from(prompts, options), sampling_from(options)
-    with SoundEffects.open(checkpoint, codec, device, dtype, codec_device) as effects:
+    with open_effects(options) as effects:
         for notice in effects.notices:
             click.echo(f"notice: {notice}", err=True)
         seeds = [seed + i for i in range(len(requests))]

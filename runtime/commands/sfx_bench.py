@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ import click
 from runtime.commands.sfx_options import (
     limit_option,
     model_options,
+    open_effects,
     prompts_from,
     sampling_from,
     sampling_options,
@@ -39,11 +39,6 @@ LABELS = {
 @click.option("--num-iterations", default=3, show_default=True, help="Measured runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def sfx_bench(
-    checkpoint: Path,
-    codec: Path,
-    device: str,
-    dtype: str | None,
-    codec_device: str,
     prompt: str,
     seed: int,
     max_new_tokens: int | None,
@@ -57,12 +52,11 @@ def sfx_bench(
     Example: run-om sfx-bench --checkpoint DIR --codec DIR --tokens 125 --num-warmup 1 --num-iterations 3
     """
     from runtime.sfx.bench import measure
-    from runtime.sfx.sound_effects import SoundEffects
 
     if options["tokens"] is None and options["seconds"] is None:
         options["tokens"] = 125
     [request], sampling = prompts_from([prompt], options), sampling_from(options)
-    with SoundEffects.open(checkpoint, codec, device, dtype, codec_device) as effects:
+    with open_effects(options) as effects:
         for notice in effects.notices:
             click.echo(f"notice: {notice}", err=True)
         bench = measure(effects, request, seed, sampling, max_new_tokens, num_warmup, num_iterations, _on_run)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import click
 
-from runtime.errors import TextError
+from runtime.errors import CheckpointError, TextError
 from runtime.sfx.config import seconds_to_tokens
 from runtime.sfx.prompt import SoundPrompt
 from runtime.sfx.sampling import PenaltyScope, SfxSampling
-from runtime.sfx.sound_effects import MAX_NEW_TOKENS
+from runtime.sfx.sound_effects import MAX_NEW_TOKENS, SoundEffects
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,16 +30,31 @@ limit_option = click.option(
 
 
 def model_options(command: F) -> F:
-    """--checkpoint, --codec, and where they run."""
+    """What to run, and where: the fields of `Opening`."""
     directory = click.Path(path_type=Path, file_okay=False)
     return _apply(
         command,
-        click.option("--checkpoint", required=True, type=directory, help="The language model, as published."),
-        click.option("--codec", required=True, type=directory, help="The 24 kHz MOSS-Audio-Tokenizer, as published."),
+        click.option("--checkpoint", type=directory, help="The language model, as published."),
+        click.option("--codec", type=directory, help="The 24 kHz MOSS-Audio-Tokenizer, as published."),
+        click.option("--artifacts", type=directory, help="Exported graphs, for ONNX Runtime on the CPU."),
         click.option("--device", default="cpu", show_default=True, help="cpu, npu or npu:N for the language model."),
         click.option("--dtype", type=click.Choice(DTYPES), help="Of the matrices; the stored one unless given."),
         click.option("--codec-device", default="cpu", show_default=True, help="cpu, npu or npu:N for the codec."),
     )
+
+
+def open_effects(options: Mapping[str, Any]) -> SoundEffects:
+    """Open the checkpoints with PyTorch, or the artifacts with ONNX Runtime."""
+    checkpoint, codec, artifacts = options["checkpoint"], options["codec"], options["artifacts"]
+    if artifacts is not None:
+        unused = [n for n in ("checkpoint", "codec", "dtype") if options[n] is not None]
+        unused += [n for n in ("device", "codec_device") if options[n] != "cpu"]
+        if unused:
+            raise CheckpointError(f"--artifacts runs on the CPU as exported; leave out --{unused[0].replace('_', '-')}")
+        return SoundEffects.open_artifacts(artifacts)
+    if checkpoint is None or codec is None:
+        raise CheckpointError("expected --checkpoint and --codec (directories as published), or --artifacts")
+    return SoundEffects.open(checkpoint, codec, options["device"], options["dtype"], options["codec_device"])
 
 
 def text_options(command: F) -> F:

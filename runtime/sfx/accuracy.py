@@ -7,7 +7,7 @@ comparing nothing fails, what was not measured is not passed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,9 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import ParityError
-from runtime.sfx.delay import DelayState, TextChoice
-from runtime.sfx.generate import RowModel
+from runtime.sfx.codec import Decoding, decode
+from runtime.sfx.config import SfxConfig
+from runtime.sfx.delay import DelayState, TextChoice, segments
+from runtime.sfx.generate import RowModel, generate
+from runtime.sfx.prompt import SoundPrompt
 from runtime.sfx.sampling import SeenCodes, SfxSampling, code_scores, probabilities
+from runtime.sfx.sound_effects import SoundEffects
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -80,7 +84,7 @@ def trace_rows(model: RowModel, prompt: Ints, rows: Ints) -> Trace:
 
 
 def compare_traces(
-    reference: Trace, other: Trace, prompt: Ints, rows: Ints, model: RowModel, sampling: SfxSampling, limits: Limits
+    reference: Trace, other: Trace, prompt: Ints, rows: Ints, config: SfxConfig, sampling: SfxSampling, limits: Limits
 ) -> list[Stage]:
     """Hidden states, best candidates, and the distributions that codes are drawn from."""
     if reference.hidden.shape != other.hidden.shape or not len(reference.hidden):
@@ -89,10 +93,10 @@ def compare_traces(
         _hidden("hidden after the prompt", reference.hidden[:1], other.hidden[:1], limits),
         _hidden("hidden after each row", reference.hidden[1:], other.hidden[1:], limits),
     ]
-    states = _Replay(model, prompt, rows)
+    states = _Replay(config, prompt, rows)
     inside = np.array([c is TextChoice.INSIDE for c in states.text_choices])
     stages.append(_top_1("slot", reference.slots[inside], other.slots[inside], limits))
-    for book in range(model.config.n_vq):
+    for book in range(config.n_vq):
         used = states.sampled[:, book]
         stages.append(_top_1(f"codebook {book}", reference.codes[used, book], other.codes[used, book], limits))
     stages.append(_divergence(reference, other, states, sampling, limits))
@@ -114,8 +118,7 @@ def compare_waveforms(reference: Floats, other: Floats, limits: Limits) -> Stage
 class _Replay:
     """The states of a run, and its seen codes, before each row."""
 
-    def __init__(self, model: RowModel, prompt: Ints, rows: Ints) -> None:
-        config = model.config
+    def __init__(self, config: SfxConfig, prompt: Ints, rows: Ints) -> None:
         state, seen = DelayState(config, prompt), SeenCodes(1, config.n_vq, config.codebook_size)
         seen.add(0, prompt)
         self.text_choices: list[TextChoice] = []
@@ -190,3 +193,48 @@ def overall(stages: Sequence[Stage]) -> Verdict:
     if Verdict.FAILED in verdicts:
         return Verdict.FAILED
     return Verdict.PASSED if Verdict.PASSED in verdicts else Verdict.NOT_MEASURED
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One comparison."""
+
+    reference: str
+    other: str
+    num_rows: int
+    limits: Limits
+    stages: tuple[Stage, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        return overall(self.stages)
+
+
+def measure_accuracy(
+    open_reference: Callable[[], SoundEffects],
+    open_other: Callable[[], SoundEffects],
+    prompt: SoundPrompt,
+    seed: int,
+    sampling: SfxSampling,
+    max_new_tokens: int,
+) -> Report:
+    """Let the reference generate, close it, and let the other read the same rows: one model in memory at a time."""
+    with open_reference() as effects:
+        rows = effects.encoder.rows(prompt)
+        [run] = generate(effects.model, [rows], sampling, [seed], max_new_tokens)
+        reference, reference_name = trace_rows(effects.model, rows, run.rows), effects.model.backend_name
+        codec_name, codes = effects.codec_name, segments(run.rows, effects.model.config).codes
+        waveforms = [decode(effects.codec, c, Decoding.UPSTREAM) for c in codes]
+    with open_other() as effects:
+        other, other_name = trace_rows(effects.model, rows, run.rows), effects.model.backend_name
+        limits = LIMITS[other_name.rpartition(" ")[2]]
+        stages = compare_traces(reference, other, rows, run.rows, effects.model.config, sampling, limits)
+        if not codes:
+            stages.append(Stage("codec SNR", "no complete frame", "", Verdict.NOT_MEASURED))
+        elif effects.codec_name == codec_name:
+            stages.append(Stage("codec SNR", f"both run {codec_name}", "", Verdict.NOT_MEASURED))
+        else:
+            again = [decode(effects.codec, c, Decoding.UPSTREAM) for c in codes]
+            # The codec is float32 whatever the language model is.
+            stages.append(compare_waveforms(np.hstack(waveforms), np.hstack(again), LIMITS["float32"]))
+    return Report(reference_name, other_name, len(run.rows), limits, tuple(stages))

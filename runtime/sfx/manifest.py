@@ -1,4 +1,4 @@
-"""sfx.json: what an artifacts directory of MOSS-SoundEffect holds and what it was made from. Written last, atomically."""
+"""sfx.json: what an artifacts directory of MOSS-SoundEffect holds and what it was made from; written last."""
 
 from __future__ import annotations
 

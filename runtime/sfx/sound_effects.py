@@ -49,8 +49,9 @@ class Sound:
 class SoundEffects:
     """An opened model with its tokenizer and codec; a context manager."""
 
-    def __init__(self, encoder: PromptEncoder, model: RowModel, codec: Codec) -> None:
-        self.encoder, self.model, self.codec = encoder, model, codec
+    def __init__(self, encoder: PromptEncoder, model: RowModel, codec: Codec, codec_name: str) -> None:
+        """`codec_name`: what runs the codec, as reports print it."""
+        self.encoder, self.model, self.codec, self.codec_name = encoder, model, codec, codec_name
 
     @staticmethod
     def open(
@@ -64,7 +65,9 @@ class SoundEffects:
         config = read_sfx_config(checkpoint)
         encoder = PromptEncoder(checkpoint, config)
         opened = open_sfx_codec(codec, config, codec_device)
-        return SoundEffects(encoder, TorchRowModel(SfxWeights(checkpoint, config), device, dtype), opened)
+        return SoundEffects(
+            encoder, TorchRowModel(SfxWeights(checkpoint, config), device, dtype), opened, f"torch {codec_device}"
+        )
 
     @staticmethod
     def open_artifacts(directory: Path) -> SoundEffects:
@@ -90,7 +93,7 @@ class SoundEffects:
             config, plan, embeddings, blocks, session("inside_heads"), session("text_head"), f"ort {plan.dtype}"
         )
         codec = Codec(manifest.codec, encode=(), stream=(session("codec_stream"),))
-        return SoundEffects(PromptEncoder(directory, config), model, codec)
+        return SoundEffects(PromptEncoder(directory, config), model, codec, "ort")
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -6,12 +6,13 @@ MOSS-SoundEffect's tests stand together, export included: all of them need these
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runtime.sfx.config import SfxConfig, read_sfx_config
 from runtime.sfx.torch_model import TorchRowModel
@@ -20,6 +21,15 @@ from tests.sfx.tiny import write_codec, write_language_model, write_tokenizer
 
 DATA = Path(__file__).parents[1] / "data" / "sfx"
 CASES = json.loads((DATA / "prompt_cases.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products: a second thread costs more than it brings, most of all when another process wants the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(
 ) -> None:  # fmt: skip
     assert len(golden["ids_0"]) < CHUNK_ROWS
     whole = read_prompt(golden["ids_0"])
-    monkeypatch.setattr("runtime.sfx.torch_model.CHUNK_ROWS", 64)
+    monkeypatch.setattr(model, "chunk_rows", 64)
     np.testing.assert_allclose(read_prompt(golden["ids_0"]), whole, **TOLERANCE)
 
 
@@ -83,7 +83,7 @@ def test_more_rows_than_asked_for_are_refused(model: TorchRowModel, config: SfxC
         model.start(1, config.max_positions + 1)
     model.start(1, 10)
     with pytest.raises(CapacityError):
-        model.read(np.zeros((1, 65, 17), np.int32), np.array([65], np.int32))
+        model.read(np.zeros((1, 11, 17), np.int32), np.array([11], np.int32))
 
 
 def test_a_sharded_bfloat16_checkpoint_reads_like_one_file(
