@@ -15,10 +15,10 @@ import numpy.typing as npt
 from runtime.audio import window_levels
 from runtime.errors import AudioError
 
-SILENT_DBFS = -50.0  # loudest 50 ms; speech of this codec stands at -25 to -10
-MAX_CLIPPED_SHARE = 0.01  # beyond full scale; loud but sound speech has under 0.001
-MIN_FRAMES_PER_TOKEN = 0.5  # 25 tokens a second: no one speaks that fast (usual: 3 to 4 a second, 3 to 4 frames each)
-MAX_FRAMES_PER_TOKEN = 15.0  # 0.8 tokens a second; digits, which are words of their own, take up to 7 frames
+SILENT_DBFS = -50.0  # loudest 50 ms; the four reference clips stand at -15 to -9
+MAX_CLIPPED_SHARE = 0.01  # beyond full scale: 480 samples of each second
+MIN_FRAMES_PER_TOKEN = 0.5  # 25 tokens a second; ordinary speech has 3 to 4
+MAX_FRAMES_PER_TOKEN = 15.0  # 1.2 s for one token; a digit, which may be a word of two syllables, takes half of it
 EXTRA_FRAMES = 40  # 3.2 s for pauses and breath before and after, whatever the text
 BYTES_PER_TOKEN = 3  # tokens that spell bytes: three of them make one character
 

@@ -50,3 +50,15 @@ def test_a_plan_in_upstreams_style_is_upstreams_chunks(case):
 
 def test_prepared_spaces_do_not_reach_the_model():
     assert TOKENIZER.encode("        Hello.") == TOKENIZER.encode("Hello.")
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("x" * 30 + " " + "y" * 30, "x" * 30),
+        ("x" * 12 + " " + "y" * 40, "x" * 12),
+        ("x" * 11 + " " + "y" * 40, "x" * 11 + " " + "y" * 24),
+    ],
+)
+def test_a_cut_goes_back_to_a_boundary_among_24_characters(text, first):
+    assert text_upstream._cut(text, 36, len)[0] == first
