@@ -50,6 +50,4 @@ def map_weights(path: Path, index: Mapping[str, WeightRecord]) -> dict[str, Arra
     if size < end:
         raise ManifestError(f"{path}: expected at least {end} bytes, got {size}; export again")
     data = np.memmap(path, mode="c")  # copy on write: torch asks for writable memory and never writes
-    return {
-        name: data[r.offset : r.offset + r.num_bytes].view(r.dtype).reshape(r.shape) for name, r in index.items()
-    }
+    return {name: data[r.offset : r.offset + r.num_bytes].view(r.dtype).reshape(r.shape) for name, r in index.items()}

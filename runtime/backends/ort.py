@@ -35,8 +35,7 @@ class OrtBackend:
     """Opens .onnx files. `threads` is the size of each session's pool; None leaves it to ONNX Runtime.
 
     Idle threads do not spin: the sessions of one model run in turn, and a spinning pool takes the core from the one
-    that works (BASELINES.md section 1: 9.5 against 16.2 frames/s). Weights are not repacked: a product with one row
-    gains nothing from it, and every session would hold its own copy.
+    that works (BASELINES.md section 1: 9.5 against 16.2 frames/s).
     """
 
     def __init__(self, threads: int | None = None, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> None:
@@ -50,7 +49,6 @@ class OrtBackend:
         if self.threads is not None:
             options.intra_op_num_threads = self.threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.add_session_config_entry("session.disable_prepacking", "1")
         try:
             session = self._ort.InferenceSession(str(path), options, providers=self.providers)
         except Exception as error:  # onnxruntime raises classes of its C extension that share no base but this
@@ -61,7 +59,10 @@ class OrtBackend:
 
 def check_interface(spec: GraphSpec, session: Any, path: Path) -> None:
     """Compare what the file says about itself with the spec."""
-    for kind, expected, found in (("input", spec.inputs, session.get_inputs()), ("output", spec.outputs, session.get_outputs())):
+    for kind, expected, found in (
+        ("input", spec.inputs, session.get_inputs()),
+        ("output", spec.outputs, session.get_outputs()),
+    ):
         names = [t.name for t in expected]
         if names != [f.name for f in found]:
             raise SpecMismatchError(f"{path}: expected {kind}s {names}, got {[f.name for f in found]}; export again")

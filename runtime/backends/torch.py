@@ -40,7 +40,9 @@ class TorchBackend:
         from runtime.modules.llm import build_llm_module
 
         if spec.name in LLM_GRAPHS:
-            module = build_llm_module(spec.name, self.manifest.model, self._state, self.manifest.limits["max_positions"])
+            module = build_llm_module(
+                spec.name, self.manifest.model, self._state, self.manifest.limits["max_positions"]
+            )
         else:
             module = build_codec_module(spec.name, self.manifest.codec, self._state)
         return TorchSession(spec, module.to(self.device), self.device)
