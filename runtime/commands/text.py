@@ -32,7 +32,7 @@ from runtime.text_normaliser import NormaliserChoice
 def text(text: str | None, as_json: bool, **options: Any) -> None:
     """Show what will be spoken for TEXT (- reads standard input): segments, token ids, pauses, and every change.
 
-    Example: run-om text --artifacts artifacts/demo "Dr. Smith paid $3.14."
+    Example: run-om text --artifacts artifacts/demo 'Dr. Smith paid $3.14.'
     """
     from runtime.text import TextOptions, plan_text
     from runtime.tokenizer import Tokenizer
