@@ -47,8 +47,12 @@ def check_speech(
     num_frames: int,
     num_tokens: int,
     num_byte_tokens: int = 0,
+    ended: bool = True,
 ) -> tuple[Finding, ...]:
-    """Findings about the waveform [channels, samples] of `num_frames` frames that speak `num_tokens` text tokens."""
+    """Findings about the waveform [channels, samples] of `num_frames` frames that speak `num_tokens` text tokens.
+
+    `ended`: the model ended the utterance by itself; one that was cut at a limit may well be short.
+    """
     expected = num_frames * samples_per_frame
     if waveform.ndim != 2 or waveform.shape[1] != expected or not expected:
         got = f"the waveform is {list(waveform.shape)}, expected [channels, {max(expected, samples_per_frame)}]"
@@ -65,7 +69,8 @@ def check_speech(
     if clipped > MAX_CLIPPED_SHARE:
         text = f"{100 * clipped:.1f} % of the samples exceed full scale, expected at most {100 * MAX_CLIPPED_SHARE:g} %"
         findings.append(Finding(Problem.CLIPPED, text))
-    return (*findings, *_check_length(num_frames, num_tokens - num_byte_tokens + num_byte_tokens / BYTES_PER_TOKEN))
+    spoken_tokens = num_tokens - num_byte_tokens + num_byte_tokens / BYTES_PER_TOKEN
+    return (*findings, *_check_length(num_frames, spoken_tokens, ended))
 
 
 def max_plausible_frames(num_tokens: float) -> int:
@@ -79,9 +84,9 @@ def refuse(findings: tuple[Finding, ...]) -> None:
         raise AudioError("the result is not the speech asked for: " + "; ".join(f.message for f in findings))
 
 
-def _check_length(num_frames: int, num_tokens: float) -> tuple[Finding, ...]:
+def _check_length(num_frames: int, num_tokens: float, ended: bool) -> tuple[Finding, ...]:
     low, high = MIN_FRAMES_PER_TOKEN * num_tokens, max_plausible_frames(num_tokens)
     text = f"{num_frames} frames for {num_tokens:.0f} text tokens, expected {low:.0f} to {high}"
-    if num_frames < low:
+    if num_frames < low and ended:
         return (Finding(Problem.TOO_SHORT, text),)
     return (Finding(Problem.TOO_LONG, text),) if num_frames > high else ()

@@ -54,6 +54,7 @@ def test_a_waveform_that_is_not_the_frames_is_found():
 def test_a_swallowed_text_is_found():
     assert problems(speech(20), 20, 41) == [Problem.TOO_SHORT]
     assert problems(speech(20), 20, 40) == []
+    assert check_speech(speech(20), RATE, PER_FRAME, 20, 41, ended=False) == ()  # cut at a limit, not swallowed
 
 
 def test_a_26_second_hallucination_for_a_short_text_is_found():
