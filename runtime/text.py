@@ -131,7 +131,9 @@ def plan_text(text: str, tokenizer: TokenCounter, options: TextOptions | None = 
         spoken, ran, notes = _spoken_text(text, options)
         slices = segment(spoken, options.max_tokens, count) if spoken else []
         check_coverage(spoken, slices)
-        parts = [part.strip() for part in slices]
+        parts = [part.strip() for part in slices if is_speakable(part)]
+        if len(parts) < len(slices):
+            notes.append(f"left out {len(slices) - len(parts)} segments of punctuation alone")
         pauses = [pause_seconds(part) for part in parts]
     if not any(is_speakable(part) for part in parts):
         raise TextError(f"the text {text[:40]!r} has nothing to speak: no letter, number or symbol is left of it")

@@ -186,6 +186,13 @@ def test_every_change_is_a_note():
     assert plan("Hello there.").notes == ()
 
 
+def test_a_segment_of_punctuation_alone_is_left_out_with_a_note():
+    got = plan("Hello. " + "&& " * 40 + "Bye.", 16)
+    assert [s.text for s in got.segments if not any(map(str.isalnum, s.text))] == []
+    assert "".join(c for s in got.segments for c in s.text if c.isalnum()) == "HelloBye"
+    assert re.fullmatch(r"left out [1-9] segments of punctuation alone", got.notes[0])
+
+
 @pytest.mark.parametrize("text", ["", "  \n", "... !!! ???", "🎉🎉", "\u200b", "—", "“”"])
 def test_nothing_to_speak_is_refused(text):
     with pytest.raises(TextError, match="nothing to speak"):
