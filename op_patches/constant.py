@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import NodeProto, TensorProto, numpy_helper
 
 from op_patches.graph_view import Array, GraphView, all_graphs, attributes
-from op_patches.proof import Prover
 from op_patches.report import LoweredNode, RuleReport
-from op_patches.rewriter import Builder, Lowering, Rewrite
-from op_patches.targets import Target
+from op_patches.rewriter import Builder, Lowering, Rewrite, Run
 
 _DTYPES = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
 
@@ -37,7 +35,9 @@ def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | None:
         dims = () if form == "value_string" else (len(strings),)
         tensor = onnx.helper.make_tensor("", TensorProto.STRING, dims, strings)
     new.op("Constant", out=node.output[0], value=tensor)
-    return Rewrite(form)
+    # ONNX Runtime makes a sparse constant dense only when something reads it.
+    reader = onnx.helper.make_node("Neg", [node.output[0]], ["observer/negative"])
+    return Rewrite(form, observer=(reader,) if form == "sparse_value" else ())
 
 
 def dense(sparse: onnx.SparseTensorProto) -> Array:
@@ -56,13 +56,15 @@ class _SparseInitializers:
 
     name = "sparse_initializer"
 
-    def run(self, model: ModelProto, target: Target, prover: Prover) -> RuleReport:
+    def run(self, run: Run) -> RuleReport:
         lowered: list[LoweredNode] = []
-        for graph in all_graphs(model.graph):
+        for graph in all_graphs(run.model.graph):
             for sparse in graph.sparse_initializer:
                 graph.initializer.append(numpy_helper.from_array(dense(sparse), sparse.values.name))
                 lowered.append(LoweredNode(sparse.values.name, "sparse_initializer", "", None))
             del graph.sparse_initializer[:]
+        if lowered:
+            run.model_changed()
         return RuleReport(self.name, tuple(lowered), ())
 
 

@@ -156,7 +156,10 @@ def _reference(model: ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
             results = ReferenceEvaluator(model, new_ops=[Erf]).run(None, dict(feeds))
         except _REFERENCE_ERRORS as error:
             raise EvaluationError(f"onnx.reference: {type(error).__name__}: {_first_line(error)}") from error
-    return [np.asarray(r) for r in (results.values() if isinstance(results, dict) else results)]
+    values = list(results.values() if isinstance(results, dict) else results)
+    if not all(isinstance(v, np.ndarray | np.generic) for v in values):
+        raise EvaluationError("onnx.reference: a result is no tensor")
+    return [np.asarray(v) for v in values]
 
 
 def _onnxruntime(model: ModelProto, feeds: Mapping[str, Array]) -> list[Array]:

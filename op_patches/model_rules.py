@@ -16,10 +16,8 @@ import onnx.inliner
 from onnx import ModelProto
 
 from op_patches.graph_view import all_graphs
-from op_patches.proof import Prover
 from op_patches.report import LoweredNode, RefusedNode, RuleReport
-from op_patches.rewriter import node_label, remove_dead_nodes, sort_nodes
-from op_patches.targets import Target
+from op_patches.rewriter import Run, node_label, remove_dead_nodes, sort_nodes
 
 Change = tuple[list[LoweredNode], list[RefusedNode]]
 
@@ -31,8 +29,10 @@ class ModelRule:
     name: str
     change: Callable[[ModelProto], Change]
 
-    def run(self, model: ModelProto, target: Target, prover: Prover) -> RuleReport:
-        lowered, refused = self.change(model)
+    def run(self, run: Run) -> RuleReport:
+        lowered, refused = self.change(run.model)
+        if lowered:
+            run.model_changed()
         return RuleReport(self.name, tuple(lowered), tuple(refused))
 
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import re
 
-from onnx import GraphProto, ModelProto
+from onnx import GraphProto
 
 from op_patches.graph_view import all_graphs, subgraphs
-from op_patches.proof import Prover
 from op_patches.report import LoweredNode, RefusedNode, RuleReport
-from op_patches.targets import Target
+from op_patches.rewriter import Run
 
 _ODD = re.compile(r"[:;,\s\"'\\]")
 
@@ -26,9 +25,12 @@ _ODD = re.compile(r"[:;,\s\"'\\]")
 class _Names:
     name = "names"
 
-    def run(self, model: ModelProto, target: Target, prover: Prover) -> RuleReport:
+    def run(self, run: Run) -> RuleReport:
+        model = run.model
         graphs = list(all_graphs(model.graph))
         lowered = [*_rename_values(graphs), *_name_nodes(graphs), *_fill_outputs(graphs)]
+        if lowered:
+            run.model_changed()
         refused = tuple(
             RefusedNode(info.name, "an interface name that --input_shape cannot hold; rename it in the exporter")
             for info in (*model.graph.input, *model.graph.output)

@@ -20,11 +20,10 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper
 
-from op_patches.graph_view import GraphView, all_graphs, attributes, input_name, is_external, model_opsets, views
+from op_patches.graph_view import GraphView, all_graphs, attributes, input_name, is_external, model_opsets
 from op_patches.proof import ProofFailed, Prover, Site
 from op_patches.report import LoweredNode, RefusedNode, RuleReport, SiteProof
-from op_patches.rewriter import Builder, Namer, Refusal, node_label
-from op_patches.targets import Target
+from op_patches.rewriter import Builder, Namer, Refusal, Run, node_label
 
 OPSET = 17
 _OLDEST = 8
@@ -37,14 +36,15 @@ _REDUCES = tuple(
 class _Opset:
     name = "opset"
 
-    def run(self, model: ModelProto, target: Target, prover: Prover) -> RuleReport:
-        opsets = model_opsets(model)
+    def run(self, run: Run) -> RuleReport:
+        opsets = model_opsets(run.model)
         version = opsets.get("")
         if version is None or _AXES_INPUT <= version <= OPSET:
             return RuleReport(self.name, (), ())
-        if version < _AXES_INPUT:
-            return _raise(model, version)
-        return _lower(model, target, prover, version)
+        report = _raise(run.model, version) if version < _AXES_INPUT else _lower(run, version)
+        if report.count:
+            run.model_changed()
+        return report
 
 
 def _raise(model: ModelProto, version: int) -> RuleReport:
@@ -83,10 +83,10 @@ class _Plan:
         return self.builder.nodes if self.builder else [self.node]
 
 
-def _lower(model: ModelProto, target: Target, prover: Prover, version: int) -> RuleReport:
+def _lower(run: Run, version: int) -> RuleReport:
     """All nodes of all graphs, or none."""
-    namer = Namer(model)
-    plans = [(view, [_plan(node, view, namer, prover) for node in view.nodes]) for view in views(model, target)]
+    namer = Namer(run.model)
+    plans = [(view, [_plan(node, view, namer, run.prover) for node in view.nodes]) for view in run.views()]
     refused = tuple(p for _, found in plans for p in found if isinstance(p, RefusedNode))
     if refused:
         return RuleReport("opset", (), refused)
@@ -100,7 +100,7 @@ def _lower(model: ModelProto, target: Target, prover: Prover, version: int) -> R
             if step.builder:
                 view.add_constants(step.builder.constants)
                 lowered.append(LoweredNode(node_label(step.node), step.node.op_type, change, step.proof))
-    for entry in model.opset_import:
+    for entry in run.model.opset_import:
         if entry.domain in ("", "ai.onnx"):
             entry.version = OPSET
     return RuleReport("opset", tuple(lowered), ())

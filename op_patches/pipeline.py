@@ -39,9 +39,8 @@ from op_patches.model_rules import DEAD_NODES, LOCAL_FUNCTIONS, NODE_ORDER, OPSE
 from op_patches.names import NAMES
 from op_patches.narrow_int64 import NARROW_INT64
 from op_patches.opset import OPSET_17
-from op_patches.proof import Prover
 from op_patches.report import LoweringReport, RuleReport
-from op_patches.rewriter import Rule, copy_model
+from op_patches.rewriter import Rule, Run, copy_model, remove_dead_nodes
 from op_patches.rms_norm import RMS_NORM
 from op_patches.rotary_embedding import ROTARY_EMBEDDING
 from op_patches.scatter import SCATTER
@@ -57,6 +56,7 @@ from op_patches.where_bool import WHERE_BOOL
 from runtime.errors import PatchError
 
 log = logging.getLogger(__name__)
+_MAX_ROUNDS = 10  # two are usual: one that works and one that finds nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +146,8 @@ def apply_lowerings(
         bind_shapes(patched, input_shapes)
     interface = _interface(patched)
     num_nodes = count_nodes(patched)
-    prover = Prover()
-    reports: list[RuleReport] = []
-    for step in steps_for(target, options):
-        reports.extend(_run_step(step, patched, target, prover))
+    reports = _run_to_the_end(steps_for(target, options), Run(patched, target))
+    remove_dead_nodes(patched)  # constants that a rule read and replaced
     if _interface(patched) != interface:
         raise PatchError("the lowerings changed the interface of the graph; this is a bug: do not use the result")
     wrong = check_model(patched)
@@ -161,18 +159,32 @@ def apply_lowerings(
     return patched, LoweringReport(str(target), tuple(reports), num_nodes, count_nodes(patched), tuple(remaining))
 
 
-def _run_step(step: Step, model: ModelProto, target: Target, prover: Prover) -> list[RuleReport]:
-    """Run the rules of a step once, and again while there are several and one of them found something."""
-    merged = {rule.name: RuleReport(rule.name, (), ()) for rule in step.rules}
-    again = True
+def _run_to_the_end(steps: Sequence[Step], run: Run) -> Sequence[RuleReport]:
+    """Run the steps in order, and again until a round finds nothing: what a late rule writes may suit an early one.
+
+    A rule's report holds what it did in all rounds, and what it refused in the last.
+    """
+    reports = {rule.name: RuleReport(rule.name, (), ()) for step in steps for rule in step.rules}
+    for _ in range(_MAX_ROUNDS):
+        found = sum(_run_step(step, run, reports) for step in steps)
+        if not found:
+            return list(reports.values())
+    raise PatchError(f"the lowerings did not come to an end after {_MAX_ROUNDS} rounds; this is a bug")
+
+
+def _run_step(step: Step, run: Run, reports: dict[str, RuleReport]) -> int:
+    """Run the rules of a step, and again while there are several and one of them found something."""
+    total, again = 0, True
     while again:
-        again = False
+        found = 0
         for rule in step.rules:
-            report = rule.run(model, target, prover)
+            report = rule.run(run)
             log.info("%s: %d", rule.name, report.count)
-            again = again or (report.count > 0 and len(step.rules) > 1)
-            merged[rule.name] = RuleReport(rule.name, merged[rule.name].lowered + report.lowered, report.refused)
-    return list(merged.values())
+            found += report.count
+            reports[rule.name] = RuleReport(rule.name, reports[rule.name].lowered + report.lowered, report.refused)
+        total += found
+        again = found > 0 and len(step.rules) > 1
+    return total
 
 
 def count_nodes(model: ModelProto) -> int:

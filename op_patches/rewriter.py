@@ -50,13 +50,32 @@ class Rewrite:
 LowerFunction = Callable[[NodeProto, GraphView, "Builder"], "Rewrite | Refusal | None"]
 
 
+class Run:
+    """One run of lowerings over one model: the model that changes, the target, and what is known in between."""
+
+    def __init__(self, model: ModelProto, target: Target) -> None:
+        self.model = model
+        self.target = target
+        self.prover = Prover()
+        self._views: list[GraphView] | None = None
+
+    def views(self) -> list[GraphView]:
+        """Views with inferred types, kept until the model changes."""
+        if self._views is None:
+            self._views = views(self.model, self.target)
+        return self._views
+
+    def model_changed(self) -> None:
+        self._views = None
+
+
 class Rule(Protocol):
-    """One entry of the pipeline: changes the model in place and says what it did."""
+    """One entry of the pipeline: changes the model of the run in place and says what it did."""
 
     @property
     def name(self) -> str: ...
 
-    def run(self, model: ModelProto, target: Target, prover: Prover) -> RuleReport: ...
+    def run(self, run: Run) -> RuleReport: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +86,30 @@ class Lowering:
     op_types: tuple[str, ...]
     lower: LowerFunction
 
-    def run(self, model: ModelProto, target: Target, prover: Prover) -> RuleReport:
+    def run(self, run: Run) -> RuleReport:
         """Lower until nothing more matches; new nodes are seen by the next pass, with inferred types."""
         lowered: list[LoweredNode] = []
         for _ in range(_MAX_PASSES):
             refused: list[RefusedNode] = []
-            namer = Namer(model)
+            namer = Namer(run.model)
             changes = 0
-            for view in self._matching_views(model, target):
-                done = self._run_graph(view, namer, prover, refused)
+            for view in self._matching_views(run):
+                done = self._run_graph(view, namer, run.prover, refused)
                 lowered.extend(done)
                 changes += len(done)
             if not changes:
                 return RuleReport(self.name, tuple(lowered), tuple(refused))
-            remove_dead_nodes(model)
+            remove_dead_nodes(run.model)
+            run.model_changed()
         raise PatchError(f"lowering {self.name} did not come to an end after {_MAX_PASSES} passes; this is a bug")
 
     def _looks_at(self, node: NodeProto) -> bool:
         return not self.op_types or node.op_type in self.op_types
 
-    def _matching_views(self, model: ModelProto, target: Target) -> list[GraphView]:
-        if not any(self._looks_at(n) for g in all_graphs(model.graph) for n in g.node):
+    def _matching_views(self, run: Run) -> list[GraphView]:
+        if not any(self._looks_at(n) for g in all_graphs(run.model.graph) for n in g.node):
             return []
-        return views(model, target)
+        return run.views()
 
     def _run_graph(
         self, view: GraphView, namer: Namer, prover: Prover, refused: list[RefusedNode]
