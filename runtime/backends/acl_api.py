@@ -77,8 +77,11 @@ MEANINGS = {
 
 
 def release_number(version: str) -> tuple[int, ...]:
-    """A CANN release as comparable numbers: "8.1.RC1" -> (8, 1, 1)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version))
+    """A CANN release as something that compares: 8.5 = 8.5.0, and 8.0.RC3 comes before 8.0.0."""
+    *numbers, label = re.fullmatch(r"(\d+)?\.?(\d+)?\.?(\d+)?(.*)", version.strip()).groups()  # type: ignore[union-attr]  # matches anything
+    major, minor, patch = (int(number or 0) for number in numbers)
+    candidate = re.search(r"[A-Za-z]+(\d+)", label)
+    return (major, minor, patch, -1, int(candidate[1])) if candidate else (major, minor, patch, 0, 0)
 
 
 def meaning(code: int) -> str:

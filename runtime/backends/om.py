@@ -71,6 +71,10 @@ class OmModel:
         self.spec = match_interface(spec, inputs, outputs, path)
         self._order = {"input": [t.name for t in inputs], "output": [_onnx_name(t.name) for t in outputs]}
 
+    def order(self, side: str) -> list[str]:
+        """ONNX names of the inputs or outputs in the order of the compiled model."""
+        return list(self._order[side])
+
     def create_dataset(self, releases: Releases) -> int:
         """An empty dataset; create it before the memory that it will point to, so that it is freed after it."""
         dataset = self.device.acl.create_dataset()

@@ -125,7 +125,9 @@ def _open_om(manifest: Manifest, options: BackendOptions, report: Report) -> Bac
     if options.simulate:
         from runtime.backends.simulator import ensure_installed
 
-        simulated = ensure_installed([(b.soc_version, b.cann) for b in manifest.builds if b.fake])
+        simulated = ensure_installed(
+            [(b.soc_version, b.versions.get("cann", b.cann)) for b in manifest.builds if b.fake]
+        )
         report(f"simulated: {simulated.soc} with CANN {simulated.cann}, on the CPU; nothing here is a device result")
     return OmBackend(device_number(options.device), manifest, options.precision)
 

@@ -19,7 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from runtime.backends.acl_api import DEVICE_TO_DEVICE, DEVICE_TO_HOST, DTYPE_BY_CODE, HOST_TO_DEVICE
+from runtime.backends.acl_api import (
+    DEVICE_TO_DEVICE,
+    DEVICE_TO_HOST,
+    DTYPE_BY_CODE,
+    HOST_TO_DEVICE,
+    release_number,
+)
 from runtime.backends.simulator_core import (
     Buffer,
     Context,
@@ -408,16 +414,17 @@ def uninstall() -> None:
 
 
 def ensure_installed(targets: Sequence[tuple[str, str]]) -> SimulatorConfig:
-    """For `--simulate`: a device of the kind that fake .om files were compiled for, (SoC, CANN) each."""
+    """For `--simulate`: the device and the newest CANN that fake .om files were compiled for, (SoC, CANN) each."""
     present = getattr(sys.modules.get("acl"), "simulator", None)
     if isinstance(present, Simulator):
         return present.config
     if not targets:
         raise BackendUnavailableError(
             "--simulate runs what the fake atc of the tests compiled, and the manifest lists nothing of that kind; "
-            "put tests/fake_cann in front of PATH and run convert-moss atc"
+            "make a tree with python -m tests.fake_cann.tree DIR, source its set_env.sh, and run convert-moss atc"
         )
-    soc, cann = targets[0]
+    soc = targets[0][0]
+    cann = max((cann for made_for, cann in targets if made_for == soc), key=release_number)
     return install(SimulatorConfig(soc=soc, cann=cann)).config
 
 

@@ -391,5 +391,7 @@ def test_codes_have_a_meaning(code: int, words: str) -> None:
     assert words in meaning(code)
 
 
-def test_releases_compare_as_numbers() -> None:
-    assert release_number("8.1.RC1") < release_number("8.5.0") < release_number("8.5.1") < release_number("9.0.0")
+def test_releases_compare_in_the_order_they_came_out() -> None:
+    in_order = ["7.0.1.beta1", "7.0.1", "8.0.RC2", "8.0.RC3", "8.0.0", "8.1.RC1", "8.2.RC1", "8.5.0", "8.5.1", "9.0.0"]
+    assert sorted(in_order[::-1], key=release_number) == in_order
+    assert release_number("8.5") == release_number("8.5.0")
