@@ -15,6 +15,7 @@ from op_patches.readiness.cost import closed_plugin_remarks, cost_findings, unkn
 from op_patches.readiness.folding import Folded, folded
 from op_patches.readiness.interface import (
     Shapes,
+    cycle_findings,
     external_data_findings,
     input_shape_findings,
     name_findings,
@@ -27,6 +28,7 @@ from op_patches.readiness.padded_past import padded_past_findings
 from op_patches.readiness.parser import parser_refusals, resolve_opset
 from op_patches.readiness.precision import precision_findings
 from op_patches.readiness.report import Finding, ReadinessReport, Severity
+from op_patches.readiness.sanitize import sanitize
 from op_patches.readiness.silent import silent_losses
 from op_patches.readiness.views import TypedGraph, bind_axes, typed_graph
 from op_patches.targets import Certainty, Engine, Plugin, Release, Target
@@ -42,6 +44,7 @@ def check_model(graph: Path | str | ModelProto, target: Target, input_shapes: Sh
     """
     path = None if isinstance(graph, ModelProto) else Path(graph)
     model = skeleton(graph) if isinstance(graph, ModelProto) else load_structure(Path(graph))
+    ignored = sanitize(model)
     shapes = input_shapes or {}
     flags = list(input_shape_findings(model, shapes))
     bound = _bound_inputs(model, shapes)
@@ -54,6 +57,7 @@ def check_model(graph: Path | str | ModelProto, target: Target, input_shapes: Sh
         *silent_losses(typed, target),
         *name_findings(typed.root),
         *flags,
+        *cycle_findings(typed.views),
         *external_data_findings(model, path, typed.views),
         *zero_dim_findings(typed.views, constants[id(typed.root)].names),
         *placements,
@@ -68,7 +72,7 @@ def check_model(graph: Path | str | ModelProto, target: Target, input_shapes: Sh
         findings=tuple(_once(_as_known_for(target, findings))),
         engines=dict(engines),
         num_nodes=sum(engines.values()),
-        remarks=(*typed.remarks, *remarks),
+        remarks=(*ignored, *typed.remarks, *remarks),
     )
 
 
@@ -94,6 +98,7 @@ def first_refusal(graph: Path | str | ModelProto, target: Target) -> tuple[str, 
     A crash of the parser has the signal's name as its code ("SIGSEGV").
     """
     model = skeleton(graph) if isinstance(graph, ModelProto) else load_structure(Path(graph))
+    sanitize(model)
     typed = typed_graph(model, target)
     finding = next(parser_refusals(model, typed.views, target), None)
     return None if finding is None else (finding.code, finding.message)

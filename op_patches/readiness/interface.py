@@ -9,8 +9,9 @@ import onnx
 from onnx import ModelProto, TensorProto
 
 from op_patches.graph_view import GraphView
-from op_patches.readiness.loader import is_outside, outside_file
+from op_patches.readiness.loader import external_number, is_outside, outside_file
 from op_patches.readiness.report import Finding, Severity
+from op_patches.readiness.views import reads, topological
 from op_patches.targets import Certainty
 from runtime.errors import ReadinessError
 
@@ -124,6 +125,26 @@ def zero_dim_findings(views: list[GraphView], constants: frozenset[str]) -> Iter
                 )
 
 
+def cycle_findings(views: list[GraphView]) -> Iterator[Finding]:
+    """The parser takes nodes in any order; GE sorts them afterwards, which a cycle makes impossible."""
+    for view in views:
+        own = {name for node in view.nodes for name in node.output if name}
+        done: set[str] = set()
+        for node in topological(view.nodes):
+            late = [name for name in reads(node) if name in own and name not in done]
+            if late:
+                yield _flag(
+                    "E19999",
+                    "graph.cycle",
+                    node.name or node.op_type,
+                    f"{late[0]} depends on itself: the graph has a cycle",
+                    "break the cycle",
+                    Certainty.INFERRED,
+                )
+                break
+            done |= set(node.output)
+
+
 def external_data_findings(model: ModelProto, path: Path | None, views: list[GraphView]) -> Iterator[Finding]:
     """Every external file must exist, be long enough, and belong to the root graph."""
     for view in views:
@@ -149,7 +170,7 @@ def _missing_data(tensor: TensorProto, path: Path) -> Iterator[Finding]:
     if not file.is_file():
         problem = f"{entries['location']} does not exist beside {path.name}"
     else:
-        wanted = int(entries.get("offset") or 0) + int(entries.get("length") or _num_bytes(tensor))
+        wanted = external_number(tensor, "offset", 0) + external_number(tensor, "length", _num_bytes(tensor))
         size = file.stat().st_size
         if size >= wanted:
             return

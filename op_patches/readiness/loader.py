@@ -74,20 +74,27 @@ def outside_file(tensor: TensorProto, path: Path) -> Path:
     return path.parent / location
 
 
+def external_number(tensor: TensorProto, key: str, default: int) -> int:
+    """Read the offset or the length of an external tensor."""
+    text = next((entry.value for entry in tensor.external_data if entry.key == key), "") or str(default)
+    if not text.isdecimal():
+        raise ReadinessError(f"external data of {tensor.name}: {key} {text!r} is not a number of bytes")
+    return int(text)
+
+
 def _read_small_external(tensor: TensorProto, path: Path) -> None:
     """Bring a small external tensor in: shapes, axes and scalars may be stored outside as well.
 
     The external_data entries stay, so that `is_outside` still holds.
     """
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    length = int(entries.get("length") or LIMIT + 1)
+    length = external_number(tensor, "length", LIMIT + 1)
     if not is_outside(tensor) or length > LIMIT:
         return
     file = outside_file(tensor, path)
     if not file.is_file():
         return
     with file.open("rb") as stream:
-        stream.seek(int(entries.get("offset") or 0))
+        stream.seek(external_number(tensor, "offset", 0))
         content = stream.read(length)
     if len(content) == length:
         tensor.raw_data = content
@@ -105,7 +112,7 @@ def float_chunks(tensor: TensorProto, path: Path | None) -> Iterator[npt.NDArray
         return
     file = path if entries["location"] == INLINE else outside_file(tensor, path)
     count = int(np.prod(tensor.dims, dtype=np.int64))
-    offset = int(entries.get("offset") or 0)
+    offset = external_number(tensor, "offset", 0)
     if not file.is_file() or file.stat().st_size < offset + count * np.dtype(dtype).itemsize:
         return
     with file.open("rb") as stream:

@@ -85,11 +85,14 @@ class _Graph:
         return shape is None or (len(shape) >= 3 and axis % len(shape) > 0 and shape[axis] != 1)
 
     def _root(self, value: str) -> str:
+        """Follow a value back through operators that only rearrange it."""
+        seen = {value}
         while True:
             node = self.view.producer(value)
-            if node is None or node.op_type not in _VIEWS or not node.input:
+            if node is None or node.op_type not in _VIEWS or not node.input or node.input[0] in seen:
                 return value
             value = node.input[0]
+            seen.add(value)
 
     def attention_softmaxes(self, join: NodeProto) -> list[NodeProto]:
         """Softmax nodes that the joined keys reach through a MatMul of their own."""
@@ -169,7 +172,7 @@ class _Graph:
     def _joins_equal(self, node: NodeProto, entry: str) -> bool:
         for value in node.input:
             producer = self.view.producer(self._root(value)) if value != entry else None
-            while producer is not None and producer.op_type == "Not":
+            if producer is not None and producer.op_type == "Not" and producer.input:
                 producer = self.view.producer(self._root(producer.input[0]))
             if producer is not None and producer.op_type == "Equal":
                 return True

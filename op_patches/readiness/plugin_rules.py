@@ -188,9 +188,9 @@ def _selu(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None
 def _split(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None:
     """Explicit sizes and the even split of opsets up to 17 are fine; num_outputs (18) hardly ever is."""
     outputs = len(node.output)
-    sizes = view.constant(input_name(node, 1)) if view.opset >= 13 else attrs.get("split")
-    if sizes is not None and len(sizes) and len(sizes) != outputs:
-        return _split_refusal(f"split has {len(sizes)} values for {outputs} outputs", Certainty.SOURCE)
+    sizes = view.constant(input_name(node, 1)) if view.opset >= 13 else np.asarray(attrs.get("split", ()))
+    if sizes is not None and sizes.size not in (0, outputs):
+        return _split_refusal(f"split has {sizes.size} values for {outputs} outputs", Certainty.SOURCE)
     if "num_outputs" not in attrs or input_name(node, 1):
         return None
     return _split_by_count(node, attrs, view)

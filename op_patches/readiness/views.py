@@ -13,6 +13,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from op_patches.graph_view import GraphView, TensorType, model_opsets, subgraphs
+from op_patches.readiness.inference import infer_types
 from op_patches.targets import Target
 
 # ONNX element type -> NumPy name, as in the kernel tables.
@@ -44,14 +45,10 @@ def dtype_of(view: GraphView, name: str) -> str | None:
 
 def typed_graph(model: ModelProto, target: Target) -> TypedGraph:
     """Infer types and build the views. `model` must be light (no large tensors) and may be changed."""
-    remarks: list[str] = []
-    inferred = model
-    if model.opset_import:
-        try:
-            inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
-        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            remarks.append(f"shape inference failed ({reason}): rules on types and shapes use the declared ones only")
+    inferred, failure = infer_types(model)
+    remarks = (
+        [f"shape inference failed ({failure}): rules on types and shapes use the declared ones only"] if failure else []
+    )
     opsets = model_opsets(model)
     views: list[GraphView] = []
     branch_of: dict[int, NodeProto] = {}
