@@ -35,8 +35,8 @@ class Buckets:
     batch: int = 1
     capacity: int = 1024  # rows of the KV cache: prompt plus generated frames
     prefill: tuple[int, ...] = (128, 256, 512)  # prompt rows
-    encode_frames: tuple[int, ...] = (128, 256)  # reference clip: 10 s, 20 s; multiples of BLOCK_FRAMES
-    decode_frames: tuple[int, ...] = (128,)  # 10 s at once; longer speech is decoded as a stream
+    encode_frames: tuple[int, ...] = (32,)  # of a reference clip per launch
+    decode_frames: tuple[int, ...] = (128,)  # 10 s at once, whole blocks; longer speech is decoded as a stream
     stream_frames: tuple[int, ...] = (1, 8)  # the first chunk, and a steady one
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Buckets:
             sizes = value if isinstance(value, tuple) else (value,)
             if not sizes or any(size < 1 for size in sizes) or len(set(sizes)) < len(sizes):
                 raise AtcError(f"{name} {value}: expected different sizes of at least 1")
-            if name in ("encode_frames", "decode_frames") and any(whole_blocks(size) != size for size in sizes):
+            if name == "decode_frames" and any(whole_blocks(size) != size for size in sizes):
                 raise AtcError(
                     f"{name} {value}: the graph works in blocks; expected multiples of {BLOCK_FRAMES} frames"
                 )

@@ -34,7 +34,7 @@ def example_axes(name: str, codec: CodecConfig) -> list[dict[str, int]]:
         return [{"B": 1, "C": 19}, {"B": 2, "C": 5}]
     if name == "frame":
         return [{"B": 1}, {"B": 3}]
-    frames = [(1, 3), (2, 1)] if name == "codec_stream" else [(1, 2 * BLOCK_FRAMES), (2, BLOCK_FRAMES)]
+    frames = [(1, 2 * BLOCK_FRAMES), (2, BLOCK_FRAMES)] if name == "codec_decode" else [(1, 3), (2, 1)]
     return [{"B": batch, **derived_axes(codec, n)} for batch, n in frames]
 
 
@@ -55,7 +55,7 @@ def _feed(t: TensorSpec, spec: GraphSpec, model: ModelConfig, codec: CodecConfig
     values: dict[str, Any] = {
         "rows": lambda: _rows(shape, model, rng),
         "row": lambda: _rows(shape, model, rng),
-        "positions": lambda: np.broadcast_to(np.arange(shape[-1]) + (60 if spec.name == "codec_stream" else 0), shape),
+        "positions": lambda: np.broadcast_to(np.arange(shape[-1]) + _first_frame(spec), shape),
         "last": lambda: rng.integers(0, spec.inputs[0].bound_shape[1], shape),
         "position": lambda: rng.integers(0, 200, shape),
         "cache_mask": lambda: np.where(np.arange(shape[-1]) < 1 + shape[-1] // 2, 0.0, MASKED) + np.zeros(shape),
@@ -78,6 +78,11 @@ def _feed(t: TensorSpec, spec: GraphSpec, model: ModelConfig, codec: CodecConfig
     else:
         value = rng.standard_normal(shape)
     return np.ascontiguousarray(value, dtype=t.dtype)
+
+
+def _first_frame(spec: GraphSpec) -> int:
+    """Graphs with rings continue behind 60 frames."""
+    return 60 if any(t.name.startswith("past_positions") for t in spec.inputs) else 0
 
 
 def _rows(shape: tuple[int, ...], model: ModelConfig, rng: np.random.Generator) -> Array:

@@ -5,10 +5,10 @@
     with codec.stream() as stream:
         stream.push(codes [n, n_vq])      -> waveform [channels, n * samples_per_frame]
 
-Decoding is always a stream: whole clips run through `codec_stream` in chunks, which is faster than one large graph and
-takes memory that does not grow (docs/codec.md has the figures). Every layer keeps its window of keys and values in a
-ring that is allocated once; a chunk writes its new rows into it, and nothing else moves. Frame p lies in the slot
-p mod ring_frames; RoPE is applied before the rows are stored, so the order of the slots does not matter.
+Both ways work as a stream: whole clips run through `codec_encode` and `codec_stream` in chunks, which is faster than
+one large graph and takes memory that does not grow (docs/codec.md has the figures). Every layer keeps its window of
+keys and values in a ring that is allocated once; a chunk writes its new rows into it, and nothing else moves. Frame p
+lies in the slot p mod ring_frames; RoPE is applied before the rows are stored, so the order of slots does not matter.
 
 The sizes that can run are those of the sessions: any number of frames when the frame axis F of the session's spec is
 open, exactly its number when it is bound. A shorter chunk is padded on the right. The codec is causal, so padding
@@ -17,7 +17,7 @@ cannot touch what comes before it, and its output is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from runtime.backends.base import Session
 from runtime.config import CodecConfig, CodecStage
 from runtime.errors import AudioError, CapacityError, GenerationError
-from runtime.graphs import NO_FRAME, decoder_attention_layers, ring_capacity, whole_blocks
+from runtime.graphs import NO_FRAME, attention_layers, ring_capacity
 from runtime.spec import Array
 
 CHUNK_FRAMES = 8  # frames per launch where the session takes any number; measured in docs/codec.md
@@ -48,7 +48,8 @@ class Codec:
             raise GenerationError("a codec needs at least one session of codec_stream")
         self.config = config
         self._encode, self._stream = _Sizes(encode), _Sizes(stream)
-        self._idle: list[_Rings] = []
+        self._idle_encoder: list[_Rings] = []
+        self._idle_decoder: list[_Rings] = []
 
     def encode(self, waveform: Floats) -> Ints:
         """Codes [F, n_vq] of a clip [channels, N] at the codec's sample rate; a partial last frame is dropped."""
@@ -57,22 +58,24 @@ class Codec:
             raise GenerationError("this codec was opened without codec_encode: it only decodes")
         if waveform.ndim != 2 or waveform.shape[0] != config.num_channels:
             raise AudioError(f"clip: expected [{config.num_channels}, samples], got {list(waveform.shape)}")
-        num_frames = waveform.shape[1] // config.samples_per_frame
+        samples = config.samples_per_frame
+        num_frames = waveform.shape[1] // samples
         if num_frames < 1:
-            raise AudioError(
-                f"clip: {waveform.shape[1]} samples are shorter than one frame of {config.samples_per_frame}"
-            )
+            raise AudioError(f"clip: {waveform.shape[1]} samples are shorter than one frame of {samples}")
         if not np.isfinite(waveform).all():
             raise AudioError("clip: NaN or infinite samples; read the file again")
-        session, size = self._encode.covering(whole_blocks(num_frames))
-        if session is None:
-            raise CapacityError(f"clip of {num_frames} frames: the largest compiled codec_encode takes {size}; cut it")
-        _check_reach(config.encoder, size)
-        padded = np.zeros((1, config.num_channels, size * config.samples_per_frame), np.float32)
-        kept = num_frames * config.samples_per_frame
-        padded[0, :, :kept] = waveform[:, :kept]
-        codes = session.run({"waveform": padded, "positions": np.arange(size, dtype=np.int32)[None]})["codes"]
-        return np.ascontiguousarray(codes[0, :, :num_frames].T)
+        rings = self._idle_encoder.pop() if self._idle_encoder else _Rings(config.encoder)
+        rings.clear()
+        codes = np.empty((num_frames, config.n_vq), np.int32)
+        for session, size, first, count in self._encode.chunks(num_frames):
+            positions = _positions(config.encoder, first, size)
+            padded = np.zeros((1, config.num_channels, size * samples), np.float32)
+            padded[0, :, : count * samples] = waveform[:, first * samples : (first + count) * samples]
+            outputs = session.run({"waveform": padded, "positions": positions, **rings.feeds})
+            rings.write(outputs, first, count)
+            codes[first : first + count] = outputs["codes"][0, :, :count].T
+        self._idle_encoder.append(rings)
+        return codes
 
     def decode(self, codes: Ints, upstream_chunk_frames: int | None = None) -> Floats:
         """Waveform [channels, F * samples_per_frame] of codes [F, n <= n_vq]: the first n codebooks.
@@ -92,9 +95,9 @@ class Codec:
 
     def stream(self) -> DecodeStream:
         """A decoder for one utterance. Close it (or use `with`): its rings go to the next one."""
-        rings = self._idle.pop() if self._idle else _Rings(self.config)
+        rings = self._idle_decoder.pop() if self._idle_decoder else _Rings(self.config.decoder)
         rings.clear()
-        return DecodeStream(self.config, self._stream, rings, self._idle)
+        return DecodeStream(self.config, self._stream, rings, self._idle_decoder)
 
     def close(self) -> None:
         """Free all sessions."""
@@ -119,21 +122,17 @@ class DecodeStream:
     def push(self, codes: Ints) -> Floats:
         """Waveform [channels, n * samples_per_frame] of the next codes [n, 1 to n_vq]."""
         codes = self._checked(codes)
-        _check_reach(self._config.decoder, self.num_frames + len(codes))
         rings = self._open_rings()
         samples = self._config.samples_per_frame
         waveform = np.empty((self._config.num_channels, len(codes) * samples), np.float32)
-        done = 0
-        while done < len(codes):
-            session, size = self._sizes.next_chunk(len(codes) - done)
-            count = min(size, len(codes) - done)
+        start = self.num_frames
+        for session, size, first, count in self._sizes.chunks(len(codes)):
+            positions = _positions(self._config.decoder, start + first, size)
             padded = np.zeros((1, self._config.n_vq, size), np.int32)
-            padded[0, :, :count] = codes[done : done + count].T
-            positions = np.arange(self.num_frames, self.num_frames + size, dtype=np.int32)[None]
+            padded[0, :, :count] = codes[first : first + count].T
             outputs = session.run({"codes": padded, "positions": positions, **rings.feeds})
-            rings.write(outputs, self.num_frames, count)
-            waveform[:, done * samples : (done + count) * samples] = outputs["waveform"][0, :, : count * samples]
-            done += count
+            rings.write(outputs, start + first, count)
+            waveform[:, first * samples : (first + count) * samples] = outputs["waveform"][0, :, : count * samples]
             self.num_frames += count
         return waveform
 
@@ -189,28 +188,29 @@ class _Sizes:
             else:
                 self._open = session
 
-    def covering(self, num_frames: int) -> tuple[Session | None, int]:
-        """The smallest session for `num_frames` at once, and its size; if none does, None and the largest size."""
-        if self._open is not None:
-            return self._open, num_frames
-        size = min((s for s in self._by_size if s >= num_frames), default=None)
-        return (None, max(self._by_size)) if size is None else (self._by_size[size], size)
+    def chunks(self, num_frames: int) -> Iterator[tuple[Session, int, int, int]]:
+        """(session, the frames it takes, the first frame, how many frames count) for each launch, in order.
 
-    def next_chunk(self, num_left: int) -> tuple[Session, int]:
-        """The session for the next chunk and its size: all that is left if one launch takes it, else the largest."""
-        if self._open is not None:
-            return self._open, min(num_left, CHUNK_FRAMES)
-        session, size = self.covering(num_left)
-        return session or self._by_size[size], size
+        Bound sessions: the smallest that takes all that is left, else the largest.
+        """
+        first = 0
+        while left := num_frames - first:
+            if self._open is not None:
+                session, size = self._open, min(left, CHUNK_FRAMES)
+            else:
+                size = min((s for s in self._by_size if s >= left), default=max(self._by_size))
+                session = self._by_size[size]
+            count = min(size, left)
+            yield session, size, first, count
+            first += count
 
 
 class _Rings:
     """Keys and values of every attention layer, and which frame each slot holds; fed to the graph where they lie."""
 
-    def __init__(self, config: CodecConfig) -> None:
-        self._stages = config.decoder
-        self._layers = decoder_attention_layers(config)
-        self._positions = [np.full((1, s.ring_frames), NO_FRAME, np.int32) for s in config.decoder]
+    def __init__(self, stages: tuple[CodecStage, ...]) -> None:
+        self._stages, self._layers = stages, attention_layers(stages)
+        self._positions = [np.full((1, s.ring_frames), NO_FRAME, np.int32) for s in stages]
         self.feeds: dict[str, Array] = {f"past_positions_{i}": p for i, p in enumerate(self._positions)}
         for i, stage in enumerate(self._layers):
             for kind in ("key", "value"):
@@ -259,9 +259,9 @@ def _spans(stage: CodecStage, first: int, count: int) -> list[tuple[int, int, in
     return spans
 
 
-def _check_reach(stages: Sequence[CodecStage], num_frames: int) -> None:
+def _positions(stages: Sequence[CodecStage], first: int, size: int) -> Ints:
+    """Frame numbers of one launch, padding included; CapacityError beyond the position tables."""
     reach = MAX_TOKENS // max(s.tokens_per_frame for s in stages)
-    if num_frames > reach:
-        raise CapacityError(
-            f"{num_frames} frames: the codec's position tables end at {reach} frames; start a new stream"
-        )
+    if first + size > reach:
+        raise CapacityError(f"{first + size} frames: the codec's position tables end at {reach}; start a new stream")
+    return np.arange(first, first + size, dtype=np.int32)[None]

@@ -16,7 +16,7 @@ LLM_GRAPHS = ("prefill", "step", "frame", "step_frame")
 CODEC_GRAPHS = ("codec_encode", "codec_decode", "codec_stream")
 GRAPH_NAMES = LLM_GRAPHS + CODEC_GRAPHS
 
-BLOCK_FRAMES = 8  # codec_encode and codec_decode attend block by block; measured in docs/codec.md
+BLOCK_FRAMES = 8  # codec_decode attends block by block; measured in docs/codec.md
 NO_FRAME = -(2**20)  # the position of a frame that no query sees: farther back than every window
 
 
@@ -122,14 +122,15 @@ def _frame_outputs(model: ModelConfig) -> tuple[TensorSpec, ...]:
 
 
 def codec_encode_spec(codec: CodecConfig) -> GraphSpec:
-    """A clip to codes at once. F is a multiple of BLOCK_FRAMES: the host pads with zeros and drops what it added."""
+    """The next F frames of a clip to codes; rings as in codec_stream, those of the encoder."""
     return GraphSpec(
         "codec_encode",
         (
             TensorSpec("waveform", "float32", ("B", codec.num_channels, "N")),
             TensorSpec("positions", "int32", ("B", "F")),
+            *_past_rings(codec.encoder),
         ),
-        (TensorSpec("codes", "int32", ("B", codec.n_vq, "F")),),
+        (TensorSpec("codes", "int32", ("B", codec.n_vq, "F")), *_new_ring_rows(codec.encoder)),
     )
 
 
@@ -151,31 +152,39 @@ def codec_stream_spec(codec: CodecConfig) -> GraphSpec:
     Frame p lies in the slot p mod ring_frames of its stage. `past_positions_s` says which frame each slot of stage s
     holds; NO_FRAME hides a slot. Only the new rows come out; the owner writes them into the rings.
     """
-    layers = decoder_attention_layers(codec)
-
-    def rows(prefix: str) -> tuple[TensorSpec, ...]:
-        return tuple(
-            TensorSpec(f"{prefix}_{kind}_{index}", "float32", ("B", s.num_heads, length, s.head_size))
-            for index, s in enumerate(layers)
-            for kind in ("key", "value")
-            for length in (ring_capacity(s) if prefix == "past" else f"F{s.tokens_per_frame}",)
-        )
-
     return GraphSpec(
         "codec_stream",
         (
             TensorSpec("codes", "int32", ("B", codec.n_vq, "F")),
             TensorSpec("positions", "int32", ("B", "F")),
-            *(TensorSpec(f"past_positions_{i}", "int32", ("B", s.ring_frames)) for i, s in enumerate(codec.decoder)),
-            *rows("past"),
+            *_past_rings(codec.decoder),
         ),
-        (TensorSpec("waveform", "float32", ("B", codec.num_channels, "N")), *rows("new")),
+        (TensorSpec("waveform", "float32", ("B", codec.num_channels, "N")), *_new_ring_rows(codec.decoder)),
     )
 
 
-def decoder_attention_layers(codec: CodecConfig) -> tuple[CodecStage, ...]:
-    """The stage of each attention layer of the decoder, in order."""
-    return tuple(stage for stage in codec.decoder for _ in range(stage.num_layers))
+def _past_rings(stages: tuple[CodecStage, ...]) -> tuple[TensorSpec, ...]:
+    return (
+        *(TensorSpec(f"past_positions_{i}", "int32", ("B", s.ring_frames)) for i, s in enumerate(stages)),
+        *(
+            TensorSpec(f"past_{kind}_{i}", "float32", ("B", s.num_heads, ring_capacity(s), s.head_size))
+            for i, s in enumerate(attention_layers(stages))
+            for kind in ("key", "value")
+        ),
+    )
+
+
+def _new_ring_rows(stages: tuple[CodecStage, ...]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(f"new_{kind}_{i}", "float32", ("B", s.num_heads, f"F{s.tokens_per_frame}", s.head_size))
+        for i, s in enumerate(attention_layers(stages))
+        for kind in ("key", "value")
+    )
+
+
+def attention_layers(stages: tuple[CodecStage, ...]) -> tuple[CodecStage, ...]:
+    """The stage of each attention layer of an encoder or a decoder, in order."""
+    return tuple(stage for stage in stages for _ in range(stage.num_layers))
 
 
 def ring_capacity(stage: CodecStage) -> int:
@@ -184,7 +193,7 @@ def ring_capacity(stage: CodecStage) -> int:
 
 
 def whole_blocks(num_frames: int) -> int:
-    """The frames that codec_encode and codec_decode take for `num_frames`: the next multiple of BLOCK_FRAMES."""
+    """The frames that codec_decode takes for `num_frames`: the next multiple of BLOCK_FRAMES."""
     return -(-num_frames // BLOCK_FRAMES) * BLOCK_FRAMES
 
 

@@ -18,7 +18,7 @@ from runtime.modules.load import load_state
 
 
 class CodecEncode(nn.Module):
-    """Waveform [B, channels, N], positions [B, F] -> codes [B, Q, F]."""
+    """The next frames of a clip, with the rings of all layers in, and their new rows out behind the codes."""
 
     def __init__(self, config: CodecConfig) -> None:
         super().__init__()
@@ -27,17 +27,16 @@ class CodecEncode(nn.Module):
         self.codec_encoder = Encoder(config.encoder, config.encoder_last_patch)
         self.codec_codebooks, self.codec_quantizer = Codebooks(config), Quantizer(config)
 
-    def forward(self, waveform: Tensor, positions: Tensor) -> Tensor:
-        codes: Tensor = self.codec_quantizer(self.latents(waveform, positions), self.codec_codebooks)
-        return codes
+    def forward(self, waveform: Tensor, positions: Tensor, *rings: Tensor) -> tuple[Tensor, ...]:
+        window = Ring.of(self.config.encoder, rings)
+        codes: Tensor = self.codec_quantizer(self.latents(waveform, positions, window), self.codec_codebooks)
+        return (codes, *window.new)
 
-    def latents(self, waveform: Tensor, positions: Tensor) -> Tensor:
+    def latents(self, waveform: Tensor, positions: Tensor, window: Window) -> Tensor:
         """What the quantizer gets, [B, F, latent_size]."""
-        block = BLOCK_FRAMES * self.config.samples_per_frame * self.config.num_channels
-        samples = torch.unflatten(waveform.transpose(1, 2).flatten(1), 1, (-1, block)).unsqueeze(-1)
-        window = Blocks(self.config.encoder)
-        latents: Tensor = self.codec_encoder(samples, _blocks(positions), self.codec_ropes, window)
-        return latents.flatten(1, 2)
+        samples = waveform.transpose(1, 2).flatten(1).unsqueeze(-1)  # channels become one stream L0 R0 L1 R1 …
+        latents: Tensor = self.codec_encoder(samples, positions, self.codec_ropes, window)
+        return latents
 
 
 class _Decoding(nn.Module):
@@ -64,22 +63,17 @@ class CodecDecode(_Decoding):
     """Codes [B, Q, F], positions [B, F] -> waveform [B, channels, N]."""
 
     def forward(self, codes: Tensor, positions: Tensor) -> Tensor:
-        latents = torch.unflatten(self.latents(codes), 1, (-1, BLOCK_FRAMES))
-        return self.waveform(latents, _blocks(positions), Blocks(self.config.decoder))
+        latents, frames = (torch.unflatten(x, 1, (-1, BLOCK_FRAMES)) for x in (self.latents(codes), positions))
+        return self.waveform(latents, frames, Blocks(self.config.decoder))
 
 
 class CodecStream(_Decoding):
     """The next frames, with the rings of all layers in and their new rows out."""
 
     def forward(self, codes: Tensor, positions: Tensor, *rings: Tensor) -> tuple[Tensor, ...]:
-        num_stages = len(self.config.decoder)
-        window = Ring(list(rings[:num_stages]), list(rings[num_stages:]))
+        window = Ring.of(self.config.decoder, rings)
         waveform = self.waveform(self.latents(codes), positions, window)
         return (waveform, *window.new)
-
-
-def _blocks(positions: Tensor) -> Tensor:
-    return torch.unflatten(positions, 1, (-1, BLOCK_FRAMES))
 
 
 def build_codec_module(name: str, config: CodecConfig, state: Mapping[str, Tensor]) -> nn.Module:

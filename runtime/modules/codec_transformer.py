@@ -13,6 +13,7 @@ computed in float64, so the angle is exact for 2^20 tokens: 43 minutes at 400 to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -68,6 +69,11 @@ class Ring:
     def __init__(self, past_positions: list[Tensor], past: list[Tensor]) -> None:
         self.past_positions, self.past = past_positions, past
         self.new: list[Tensor] = []
+
+    @staticmethod
+    def of(stages: tuple[CodecStage, ...], rings: Sequence[Tensor]) -> Ring:
+        """From the ring inputs of a graph in the order of its spec: past_positions_s, then past_key_i, past_value_i."""
+        return Ring(list(rings[: len(stages)]), list(rings[len(stages) :]))
 
     def positions(self, stage: int, positions: Tensor) -> Tensor:
         return torch.cat([self.past_positions[stage], positions], -1)

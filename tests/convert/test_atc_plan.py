@@ -78,7 +78,7 @@ def test_every_open_axis_of_a_graph_is_bound_from_its_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"prefill": ()}, {"batch": 0}, {"prefill": (8, 8)}, {"prefill": (2048,)}, {"encode_frames": (125,)}]
+    "sizes", [{"prefill": ()}, {"batch": 0}, {"prefill": (8, 8)}, {"prefill": (2048,)}, {"decode_frames": (125,)}]
 )
 def test_impossible_buckets_are_refused(sizes: dict[str, object]) -> None:
     with pytest.raises(AtcError):

@@ -12,7 +12,7 @@ import pytest
 from runtime.codec import MAX_TOKENS, Codec, _spans
 from runtime.config import CodecConfig, CodecStage, read_config_json
 from runtime.errors import AudioError, CapacityError, CheckpointError, GenerationError
-from runtime.graphs import BLOCK_FRAMES, NO_FRAME, codec_encode_spec, codec_stream_spec, derived_axes
+from runtime.graphs import NO_FRAME, codec_encode_spec, codec_stream_spec, derived_axes
 from runtime.spec import Array, GraphSpec
 
 RAW = read_config_json(Path(__file__).parents[1] / "data" / "nano" / "tiny_codec")
@@ -137,22 +137,25 @@ def test_codebooks_that_are_not_given_are_marked_absent() -> None:
     assert (fed[5:] == CONFIG.codebook_size).all()
 
 
-def test_a_clip_is_padded_to_whole_blocks_and_the_padding_dropped() -> None:
+def test_a_clip_is_encoded_frame_by_frame_and_its_partial_frame_dropped() -> None:
     setup = Setup()
-    assert setup.codec.encode(np.ones((2, 384 * 10 + 200), np.float32)).shape == (10, 16)
-    fed = setup.encode[0].feeds[0]["waveform"]
-    assert fed.shape == (1, 2, 384 * 2 * BLOCK_FRAMES)
-    assert (fed[0, :, : 384 * 10] == 1).all()
-    assert (fed[0, :, 384 * 10 :] == 0).all()
+    samples = np.arange(2 * (384 * 10 + 200), dtype=np.float32).reshape(2, -1)
+    assert setup.codec.encode(samples).shape == (10, 16)
+    fed = [f["waveform"][0] for f in setup.encode[0].feeds]
+    np.testing.assert_array_equal(np.concatenate(fed, axis=1), samples[:, : 384 * 10])
+    assert [f["positions"][0].tolist() for f in setup.encode[0].feeds] == [list(range(8)), [8, 9]]
 
 
-def test_the_smallest_compiled_encoder_that_holds_the_clip_runs() -> None:
-    setup = Setup(encode=(32, 16))
-    setup.codec.encode(np.ones((2, 384 * 10), np.float32))
-    setup.codec.encode(np.ones((2, 384 * 17), np.float32))
-    assert [len(s.feeds) for s in setup.encode] == [1, 1]
-    with pytest.raises(CapacityError, match="clip of 33 frames: the largest compiled codec_encode takes 32"):
-        setup.codec.encode(np.ones((2, 384 * 33), np.float32))
+def test_a_long_clip_is_encoded_over_the_same_rings() -> None:
+    setup = Setup(encode=(4, 32))
+    setup.codec.encode(np.ones((2, 384 * 70), np.float32))
+    setup.codec.encode(np.ones((2, 384 * 3), np.float32))
+    small, large = setup.encode
+    assert [len(s.feeds) for s in setup.encode] == [1, 3]  # 32 + 32 + 6 padded to 32; then 3 padded to 4
+    assert all(small.feeds[0][name] is large.feeds[0][name] for name in small.feeds[0] if name.startswith("past_"))
+    fed = small.feeds[0]["waveform"][0]
+    assert (fed[:, : 384 * 3] == 1).all()
+    assert (fed[:, 384 * 3 :] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -191,8 +194,12 @@ def test_a_stream_ends_where_the_position_tables_end() -> None:
     stream = Setup().codec.stream()
     stream.num_frames = MAX_TOKENS // 32 - 1
     stream.push(codes(1))
-    with pytest.raises(CapacityError, match="end at 32768 frames"):
+    with pytest.raises(CapacityError, match=r"32769 frames: .* end at 32768"):
         stream.push(codes(1))
+    padded = Setup(stream=(8,)).codec.stream()
+    padded.num_frames = MAX_TOKENS // 32 - 7
+    with pytest.raises(CapacityError):  # the padding would read beyond the tables
+        padded.push(codes(1))
 
 
 def test_a_closed_stream_says_so() -> None:
