@@ -34,8 +34,6 @@ _NODE = (
     re.compile(r"\b(?:node|operator) (?:name )?\[(?P<node>[^\s,\]\[]+)\]", re.IGNORECASE),
 )
 _OP_TYPE = re.compile(r"\boptype:? \[?(?:[\w.]+::\d+::)?(?P<type>\w+)", re.IGNORECASE)
-# GE renames a node that it copies per gear.
-_GEAR_SUFFIX = re.compile(r"_ascend_mbatch_batch_\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +242,10 @@ def _node(texts: Sequence[str], nodes: Mapping[str, str]) -> tuple[str | None, s
     named = next((m["node"] for text in texts for pattern in _NODE if (m := pattern.search(text))), None)
     if named is None:
         return None, op_type
-    name = _GEAR_SUFFIX.sub("", named)
+    name = named
     if name not in nodes:
-        # Fused nodes carry the names of their parts: take the longest ONNX name inside.
-        inside = [n for n in nodes if n and n in name]
-        name = max(inside, key=len) if inside else named
+        # Fused nodes carry the names of their parts, copies for a gear a suffix: take the longest ONNX name inside.
+        name = max((n for n in nodes if n and n in named), key=len, default=named)
     return name, op_type or nodes.get(name)
 
 

@@ -138,7 +138,6 @@ def _version(home: Path) -> tuple[str | None, Path | None]:
     patterns: Sequence[tuple[str, str]] = (
         ("*-linux/ascend_toolkit_install.info", r"^version=(\S+)"),
         ("ascend_toolkit_install.info", r"^version=(\S+)"),
-        ("version.cfg", r"^toolkit_running_version=\[[^\]:]*:([^\]\s]+)\]"),
         ("version.cfg", r"^\w*running_version=\[[^\]:]*:([^\]\s]+)\]"),
         *((f"{part}/version.info", r"^version_dir=(\S+)") for part in ("compiler", "opp", "runtime", "toolkit")),
         ("share/info/*/version.info", r"^version_dir=(\S+)"),

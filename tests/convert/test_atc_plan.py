@@ -166,6 +166,14 @@ def test_changed_weights_compile_again(tmp_path: Path) -> None:
     assert plan(exported_again).jobs[0].why == "weights.bin changed"
 
 
+def test_a_graph_file_that_the_manifest_does_not_know_is_refused(tmp_path: Path) -> None:
+    manifest = make_artifacts(tmp_path)
+    with (tmp_path / "step.onnx").open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(ManifestError, match=r"step\.onnx is missing or is not what the manifest lists"):
+        plan(manifest)
+
+
 def test_a_graph_that_the_readiness_check_refuses_is_not_compiled(tmp_path: Path) -> None:
     manifest = make_artifacts(tmp_path)
     made = plan(manifest, refusal=lambda path, target, shapes: "E13010: no" if path.name == "step.onnx" else None)
@@ -232,7 +240,8 @@ def test_memory_counts_weights_cache_and_the_largest_set_of_live_tensors() -> No
 def test_a_view_costs_no_memory() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[B, 128] x) => (float[B, 128] y) '
-        "<int64[2] shape = {0, 128}> { a = Tanh(x) b = Reshape(a, shape) y = Tanh(b) }"
+        "<int64[2] shape = {0, 128}> { a = Tanh(x) b = Reshape(a, shape) c = Sin(x) y = Add(b, c) }"
     )
     spec = GraphSpec("g", (TensorSpec("x", "float32", (1, 128)),), (TensorSpec("y", "float32", (1, 128)),))
-    assert estimate_memory(model, spec, "origin").workspace_bytes == 512
+    # b shows the memory of a, which therefore lives until b is read.
+    assert estimate_memory(model, spec, "origin").workspace_bytes == 2 * 512
