@@ -129,6 +129,10 @@ def _translate(node: NodeProto, view: GraphView, new: Builder) -> bool | Refusal
         return Refusal(f"{node.op_type} is no operator of opset {view.opset}")
     if now.since_version <= OPSET:
         return False
+    old = _schema(node.op_type, OPSET)
+    problem = _types_problem(node, view, old) if old is not None else ""
+    if problem:
+        return Refusal(f"{node.op_type} at opset {OPSET}: {problem}")
     if node.op_type in _REDUCES:
         return _reduce(node, view, new)
     if node.op_type == "Split" and not input_name(node, 1):
@@ -211,6 +215,10 @@ def _inputs_problem(node: NodeProto, view: GraphView, old: onnx.defs.OpSchema) -
     given = len([n for n in node.input if n])
     if not old.min_input <= len(node.input) <= old.max_input or given < old.min_input:
         return f"{given} inputs, expected {old.min_input} to {old.max_input}"
+    return ""
+
+
+def _types_problem(node: NodeProto, view: GraphView, old: onnx.defs.OpSchema) -> str:
     for name, formal in zip(node.input, _formals(old.inputs, len(node.input)), strict=True):
         kind = view.type_of(name) if name else None
         if kind is not None and _type_string(kind.elem) not in formal.types:

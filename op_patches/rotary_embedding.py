@@ -61,8 +61,16 @@ def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | Refusal 
         )
     if len(shape) == 3:
         new.reshape(new.op("Transpose", y, perm=[0, 2, 1, 3]), [0, 0, heads * width], out=node.output[0])
-    rows = cache[0] if isinstance(cache[0], int) and len(cache) == 2 else 1
-    return Rewrite("interleaved" if call.interleaved else "halves", ranges={call.positions: (0, rows - 1)})
+    return Rewrite("interleaved" if call.interleaved else "halves", ranges=_position_range(call, graph, shape[-2]))
+
+
+def _position_range(call: _Call, graph: GraphView, length: object) -> dict[str, tuple[int, int]]:
+    """Positions are rows of the caches; an offset leaves room for the rows behind it."""
+    cache = graph.static_shape(call.cos)
+    if not call.positions or cache is None:
+        return {}
+    behind = length - 1 if graph.rank(call.positions) == 1 and isinstance(length, int) else 0
+    return {call.positions: (0, cache[0] - 1 - behind)}
 
 
 def _read(node: NodeProto) -> _Call:

@@ -15,6 +15,8 @@ from op_patches.layer_norm import affine, statistics
 from op_patches.normalization import normalize
 from op_patches.rewriter import Builder, Lowering, Refusal, Rewrite
 
+EPSILON = 1e-12  # the default of these two; LayerNormalization has 1e-5
+
 
 def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | Refusal | None:
     """Match both; the simplified one has no beta, so its bias is one place further forward."""
@@ -28,7 +30,7 @@ def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | Refusal 
     summed = new.op("Add", x, skip, out=None if bias or not total else total)
     if bias:
         summed = new.op("Add", summed, bias, out=total or None)
-    parts, form = normalize(new, graph, summed, [-1], attributes(node).get("epsilon", 1e-5), centred, elem)
+    parts, form = normalize(new, graph, summed, [-1], attributes(node).get("epsilon", EPSILON), centred, elem)
     affine(new, graph, parts, gamma, beta, elem, node.output[0])
     statistics(new, graph, parts, output_name(node, 1), output_name(node, 2))
     return Rewrite(form)
