@@ -94,7 +94,7 @@ def _num_bytes(tensor: TensorProto, source: Path) -> int:
 def _copy_data(source: Path, out: Path) -> None:
     """Copy a data file unless it is there already; never over another one."""
     if out.exists():
-        if not filecmp.cmp(source, out, shallow=False):
+        if not out.samefile(source) and not filecmp.cmp(source, out, shallow=False):
             raise PatchError(f"{out} exists and differs from {source}; write the result to another directory")
         return
     out.parent.mkdir(parents=True, exist_ok=True)

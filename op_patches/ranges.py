@@ -140,7 +140,7 @@ _ARITHMETIC: dict[str, Callable[[Range, Range], tuple[int, int] | None]] = {
     "Add": lambda a, b: (a.low + b.low, a.high + b.high),
     "Sub": lambda a, b: (a.low - b.high, a.high - b.low),
     "Mul": _product,
-    "Div": lambda a, b: (-a.largest, a.largest) if b.low > 0 else None,
+    "Div": lambda a, b: (min(0, a.low), max(0, a.high)) if b.low > 0 else None,
     "Mod": lambda a, b: (min(0, 1 - b.high), b.high - 1) if b.low > 0 else None,
     "Pow": _power,
     "Neg": lambda a, _: (-a.high, -a.low),

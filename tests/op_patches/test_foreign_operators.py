@@ -21,7 +21,9 @@ def test_rms_normalization_23(lower, target, axis):
 
 
 def test_simplified_layer_normalization_of_onnx_runtime(lower):
-    graph = "g (float[2,4,96] x, float[96] s) => (float[2,4,96] y) { y = SimplifiedLayerNormalization <axis = -1> (x, s) }"
+    graph = (
+        "g (float[2,4,96] x, float[96] s) => (float[2,4,96] y) { y = SimplifiedLayerNormalization <axis = -1> (x, s) }"
+    )
     result = lower(graph)
     assert result.ops == ["Mul", "ReduceMean", "Add", "Sqrt", "Div", "Mul"]
 
@@ -92,7 +94,9 @@ def test_a_scaled_rotary_embedding_is_refused(lower):
     assert "scale" in lower(graph, domains=MS, compare=False).refusal("rotary_embedding")
 
 
-@pytest.mark.parametrize("attrs", ["", "alpha = 0.5", "transA = 1", "transB = 1", "alpha = 2.0, transA = 1, transB = 1"])
+@pytest.mark.parametrize(
+    "attrs", ["", "alpha = 0.5", "transA = 1", "transB = 1", "alpha = 2.0, transA = 1, transB = 1"]
+)
 def test_fused_matmul(lower, attrs):
     a, b = ("8,4" if "transA" in attrs else "4,8"), ("5,8" if "transB" in attrs else "8,5")
     graph = f"""g (float[2,{a}] a, float[2,{b}] b) => (float[2,4,5] y)

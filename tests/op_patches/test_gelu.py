@@ -26,7 +26,9 @@ def test_where_float16_may_be_stored_the_cube_is_clipped(lower):
     x = np.array([[-60000, -300, -41, 0, 41, 300, 60000, 1]], np.float16).astype(np.float32).reshape(1, 1, 8)
     (y,), overflows, nans = half_run(result.model, {"x": np.tile(x, (1, 5, 4))}, keep_float32=False)
     assert (overflows, nans) == (0, 0)
-    np.testing.assert_allclose(y[0, 0, :8], np.where(x[0, 0] > 0, x[0, 0], 0) * [1, 1, 1, 1, 1, 1, 1, 0.8412], rtol=1e-3)
+    np.testing.assert_allclose(
+        y[0, 0, :8], np.where(x[0, 0] > 0, x[0, 0], 0) * [1, 1, 1, 1, 1, 1, 1, 0.8412], rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,9 @@ SPELLINGS = {
     "x outside the polynomial": "p = Pow (x, two) q = Mul (c, p) w = Add (q, one) r = Mul (x, w) s = Mul (k, r)"
     " t = Tanh (s) u = Add (one, t) v = Mul (x, half) y = Mul (u, v)",
 }
-CONSTANTS = "<float three = {3.0}, float two = {2.0}, float c = {0.044715}, float k = {0.7978845608}, float one = {1.0},"
+CONSTANTS = (
+    "<float three = {3.0}, float two = {2.0}, float c = {0.044715}, float k = {0.7978845608}, float one = {1.0},"
+)
 CONSTANTS += " float half = {0.5}>"
 
 

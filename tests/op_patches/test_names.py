@@ -37,7 +37,9 @@ def test_an_odd_interface_name_is_refused_and_kept(lower):
 def test_empty_outputs_are_dropped_or_named(lower):
     graph = """g (float[8] x, int64[1] k) => (int64[B] i, float[8] y)
     { ["t"] "", i = TopK (x, k) ["d"] y, "" = Dropout (x) }"""
-    result = lower(graph, feeds={"x": __import__("numpy").arange(8, dtype="float32"), "k": __import__("numpy").int64([3])})
+    result = lower(
+        graph, feeds={"x": __import__("numpy").arange(8, dtype="float32"), "k": __import__("numpy").int64([3])}
+    )
     assert all(o for n in result.model.graph.node for o in n.output)
 
 

@@ -64,7 +64,9 @@ def test_pad_axes_become_full_pads(lower):
 
 
 def test_wrap_mode_is_refused(lower):
-    graph = """g (float[B,3] x) => (float[B,5] y) <int64[4] pads = {0, 1, 0, 1}> { y = Pad <mode = "wrap"> (x, pads) }"""
+    graph = (
+        """g (float[B,3] x) => (float[B,5] y) <int64[4] pads = {0, 1, 0, 1}> { y = Pad <mode = "wrap"> (x, pads) }"""
+    )
     assert "mode wrap" in lower(graph, opset=19).refusal("opset")
 
 

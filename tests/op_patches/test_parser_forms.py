@@ -87,7 +87,7 @@ def test_the_last_extreme_of_an_open_axis_is_refused(lower):
 @pytest.mark.parametrize("batch_dims", [1, 2])
 def test_gather_nd_with_batch_axes(lower, batch_dims):
     rest = "2,4" if batch_dims == 1 else "2"
-    graph = f"""g (float[2,3,4] x, int64[2,3,1] i) => (float[2,3{',4' if batch_dims == 1 else ''}] y)
+    graph = f"""g (float[2,3,4] x, int64[2,3,1] i) => (float[2,3{",4" if batch_dims == 1 else ""}] y)
     {{ y = GatherND <batch_dims = {batch_dims}> (x, i) }}"""
     assert rest
     assert lower(graph).count("gather_nd") == 1
