@@ -92,6 +92,7 @@ class TorchRowModel(RowReader):
     def close(self) -> None:
         """Drop weights and cache."""
         self._layers, self._cache = [], []
+        del self._norm, self._inside, self._text
 
 
 def _whole_views(num_rows: int) -> int:

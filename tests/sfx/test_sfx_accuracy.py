@@ -35,9 +35,11 @@ def reference(model: TorchRowModel, golden: Mapping[str, np.ndarray]) -> Trace:
     return trace_rows(model, golden["ids_0"], golden["gen_greedy"][:ROWS])
 
 
-def stages_of(reference: Trace, other: Trace, golden: Mapping[str, np.ndarray], config: SfxConfig) -> dict[str, Stage]:
+def stages_of(
+    reference: Trace, other: Trace, golden: Mapping[str, np.ndarray], config: SfxConfig, dtype: str = "float32"
+) -> dict[str, Stage]:
     rows = golden["gen_greedy"][:ROWS]
-    found = compare_traces(reference, other, golden["ids_0"], rows, config, SfxSampling(), LIMITS["float32"])
+    found = compare_traces(reference, other, golden["ids_0"], rows, config, SfxSampling(), LIMITS[dtype])
     return {s.name: s for s in found}
 
 
@@ -59,6 +61,15 @@ def test_other_hidden_states_fail(
     stages = stages_of(reference, dataclasses.replace(reference, hidden=hidden), golden, config)
     assert stages["hidden after the prompt"].verdict is Verdict.PASSED
     assert stages["hidden after each row"].verdict is Verdict.FAILED
+
+
+def test_nan_fails_whatever_the_limits_allow(
+    reference: Trace, golden: Mapping[str, np.ndarray], config: SfxConfig
+) -> None:  # fmt: skip
+    codes = reference.codes.copy()
+    codes[20, 3, 5] = np.nan  # one row of 36: within the 5 % that bfloat16 may differ
+    stages = stages_of(reference, dataclasses.replace(reference, codes=codes), golden, config, "bfloat16")
+    assert stages["top-1 codebook 3"].verdict is Verdict.FAILED
 
 
 def test_another_best_code_fails_its_codebook_and_the_divergence(

@@ -20,6 +20,8 @@ from runtime.sfx.prompt import SoundPrompt
 from runtime.sfx.sampling import SfxSampling
 from runtime.sfx.sound_effects import SoundEffects
 
+DATA = Path(__file__).parents[1] / "data" / "sfx"
+
 
 @pytest.fixture
 def run(tiny_lm: Path, tiny_codec: Path):  # type: ignore[no-untyped-def]
@@ -40,12 +42,14 @@ def test_codes_become_the_waveform_of_upstream(
     np.testing.assert_allclose(waveform[0, ::31], golden["wav_sample_rec_every31"], rtol=0, atol=2e-5)
 
 
-def test_long_clips_depend_on_the_decoding_and_short_ones_do_not(tiny_codec: Path, config: SfxConfig) -> None:
-    codes = np.random.default_rng(0).integers(0, 1024, (130, 16), dtype=np.int32)
+def test_long_clips_are_decoded_as_upstream_whole_and_in_chunks_of_8_s(tiny_codec: Path, config: SfxConfig) -> None:
+    golden = np.load(DATA / "golden_codec.npz")
+    codes = golden["codes_long"].T.astype(np.int32)  # 16.8 s
+    wanted = {Decoding.UPSTREAM: "wav_long_chunk8_every97", Decoding.WHOLE: "wav_long_whole_every97"}
     with open_sfx_codec(tiny_codec, config) as codec:
-        long, short = ({d: decode(codec, codes[:n], d) for d in Decoding} for n in (130, 125))
-    np.testing.assert_allclose(short[Decoding.UPSTREAM], short[Decoding.WHOLE], rtol=0, atol=2e-5)
-    assert np.abs(long[Decoding.UPSTREAM] - long[Decoding.WHOLE]).max() > 0.1
+        for decoding, name in wanted.items():
+            waveform = decode(codec, codes, decoding)[0, ::97]
+            np.testing.assert_allclose(waveform, golden[name], rtol=0, atol=2e-5)
 
 
 def test_words_become_a_file_and_the_seed_repeats_it(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -136,13 +140,14 @@ def test_a_server_can_call_it_without_files(tiny_lm: Path, tiny_codec: Path) -> 
 
 
 def test_bench_prints_every_figure(run) -> None:  # type: ignore[no-untyped-def]
-    arguments = ("--num-warmup", "1", "--num-iterations", "2", "--seed", "4")
+    arguments = ("--num-warmup", "2", "--num-iterations", "1", "--seed", "4")
     result = run(*arguments, command="sfx-bench")
     assert result.exit_code == 0, result.stderr
     for name in ("LLM seconds", "codec seconds", "total seconds", "RTF", "LLM tokens / s", "peak memory: host"):
         assert name in result.stdout
     assert result.stderr.count("run ") == 3
     facts = json.loads(run(*arguments, "--json", command="sfx-bench").stdout)
-    total = facts["figures"]["total_seconds"]["median"]
+    llm, codec, total = (facts["figures"][f"{part}_seconds"]["median"] for part in ("llm", "codec", "total"))
+    assert total == pytest.approx(llm + codec) and codec > 0
     assert facts["figures"]["rtf"]["median"] == pytest.approx(total / facts["audio_seconds"])
     assert run("--num-iterations", "0", command="sfx-bench").exit_code == 1

@@ -12,7 +12,7 @@ from runtime.errors import GenerationError
 from runtime.sfx import generate as loop
 from runtime.sfx.config import SfxConfig
 from runtime.sfx.delay import DelayState, TextChoice, delay, segments, undelay
-from runtime.sfx.generate import FinishReason, generate
+from runtime.sfx.generate import FinishReason, InsideLogits, generate
 from runtime.sfx.sampling import (
     PenaltyScope,
     SeenCodes,
@@ -93,6 +93,44 @@ def test_the_same_seed_gives_the_same_rows_and_another_one_does_not(model: Torch
     first, again, other = (generate(model, [golden["ids_0"]], SfxSampling(), [s], 30)[0].rows for s in (3, 3, 4))
     np.testing.assert_array_equal(first, again)
     assert first.shape != other.shape or not np.array_equal(first, other)
+
+
+class FlatModel:
+    """Every text id and every code is equally likely, but audio_start outside audio and gen_slot inside it."""
+
+    backend_name, max_rows = "scripted", 1000
+
+    def __init__(self, config: SfxConfig) -> None:
+        self.config = config
+
+    def start(self, batch: int, num_rows: int) -> None:
+        self.batch = batch
+
+    def read(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return np.zeros((self.batch, 1), np.float32)
+
+    def inside(self, hidden: np.ndarray) -> InsideLogits:
+        slots = np.tile(np.array([9.0, 0.0], np.float32), (self.batch, 1))
+        return InsideLogits(slots, np.zeros((self.batch, self.config.n_vq, 1024), np.float32))
+
+    def text(self, hidden: np.ndarray) -> np.ndarray:
+        logits = np.zeros((self.batch, self.config.vocab_size), np.float32)
+        logits[:, self.config.audio_start_id] = 99.0
+        return logits
+
+    def close(self) -> None: ...
+
+
+def test_each_codebook_has_its_own_uniform_whatever_else_is_sampled(
+    config: SfxConfig, golden: Golden
+) -> None:  # fmt: skip
+    sampling = SfxSampling(1.0, top_p=1.0, top_k=1024, repetition_penalty=1.0, text_top_k=1)
+    [run] = generate(FlatModel(config), [golden["ids_0"]], sampling, [11], 20)
+    uniforms = np.random.default_rng(11).random((20, 17)).astype(np.float32)
+    assert run.rows[0, 0] == config.audio_start_id and (run.rows[1:, 0] == config.gen_slot_id).all()
+    for step in range(20):
+        want = np.where(np.arange(16) < step, np.floor(uniforms[step, 1:] * 1024), config.audio_pad_code)
+        assert np.abs(run.rows[step, 1:] - want).max() <= 1  # the sum of 1024 float32 probabilities rounds
 
 
 def test_a_request_does_not_depend_on_its_neighbours(model: TorchRowModel, golden: Golden) -> None:
