@@ -11,6 +11,7 @@ from op_patches.graph_view import GraphView, attributes, input_name
 from op_patches.readiness.folding import Folded
 from op_patches.readiness.parser import node_names
 from op_patches.readiness.report import Finding, Severity
+from op_patches.readiness.views import is_standard
 from op_patches.targets import Certainty, Plugin, Release, Target
 
 _DATA_DEPENDENT = {"NonZero", "Compress", "Unique", "NonMaxSuppression"}
@@ -21,6 +22,8 @@ def cost_findings(views: list[GraphView], constants: Mapping[int, Folded], targe
     for view in views:
         stuck = constants[id(view)].stuck
         for node, name in zip(view.nodes, node_names(view.proto), strict=True):
+            if not is_standard(node):
+                continue
             if id(node) in stuck:
                 yield _slow(
                     "slow.unfolded-constant",

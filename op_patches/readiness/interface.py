@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto
 from op_patches.graph_view import GraphView
 from op_patches.readiness.loader import external_number, is_outside, outside_file
 from op_patches.readiness.report import Finding, Severity
-from op_patches.readiness.views import reads, topological
+from op_patches.readiness.views import DTYPE_NAMES, reads, topological
 from op_patches.targets import Certainty
 from runtime.errors import ReadinessError
 
@@ -186,6 +186,9 @@ def _missing_data(tensor: TensorProto, path: Path) -> Iterator[Finding]:
 
 
 def _num_bytes(tensor: TensorProto) -> int:
+    """The bytes a tensor needs; 0 for an element type that has no NumPy form."""
+    if tensor.data_type not in DTYPE_NAMES or tensor.data_type == TensorProto.STRING:
+        return 0
     count = 1
     for dim in tensor.dims:
         count *= dim

@@ -16,7 +16,7 @@ from op_patches.readiness.fixes import aicpu_fix, missing_kernel_fix
 from op_patches.readiness.folding import Folded
 from op_patches.readiness.parser import node_names
 from op_patches.readiness.report import Finding, Severity
-from op_patches.readiness.views import DTYPE_NAMES, dtype_of
+from op_patches.readiness.views import DTYPE_NAMES, dtype_of, is_standard
 from op_patches.targets import Certainty, Engine, Plugin, Target
 
 _TABLE = "ops-info of CANN 8.1.RC1 (data/ge_kernels.json)"
@@ -46,8 +46,9 @@ def place(node: NodeProto, view: GraphView, target: Target, plugin: Plugin, cons
     """Choose the engine of one node that the parser accepts."""
     if constants.covers(node):
         return Placement(Engine.LOCAL, plugin.ge_op, None, "folded while compiling")
-    ge_op = _ge_op(node, view, plugin, constants)
-    dtype = _dtype(node, view)
+    standard = is_standard(node)
+    ge_op = _ge_op(node, view, plugin, constants) if standard else plugin.ge_op
+    dtype = _dtype(node, view) if standard else dtype_of(view, input_name(node, 0))
     if node.op_type in _SEQUENCE_OPS:
         return Placement(Engine.HOST, ge_op, dtype, "host kernel only", Certainty.INFERRED)
     kernel = target.kernel(ge_op)
@@ -58,7 +59,7 @@ def place(node: NodeProto, view: GraphView, target: Target, plugin: Plugin, cons
         return Placement(
             engine, ge_op, dtype, "" if kernel.local else "dtype unknown: float32 assumed", kernel.certainty
         )
-    special = _special(node, view, target, dtype)
+    special = _special(node, view, target, dtype) if standard else None
     if special is not None:
         return special
     effective = effective_dtype(node, dtype, target)
@@ -224,6 +225,8 @@ def _float32_matmul_on_310p(node: NodeProto, view: GraphView) -> Placement:
 def shape_finding(node: NodeProto, name: str, view: GraphView) -> Finding | None:
     """Operand shapes that the GE operator does not take, although the ONNX operator does."""
     shapes = [view.shape(value) for value in node.input if value]
+    if not is_standard(node):
+        return None
     if node.op_type == "MatMul" and any(shape is not None and len(shape) == 1 for shape in shapes):
         problem, fix, lowering = (
             "BatchMatMulV2 has no 1-D operands, and the plugin reshapes none",

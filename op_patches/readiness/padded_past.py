@@ -23,6 +23,7 @@ from onnx import NodeProto, TensorProto
 from op_patches.graph_view import Array, GraphView, attributes
 from op_patches.readiness.parser import node_names
 from op_patches.readiness.report import Finding, Severity
+from op_patches.readiness.views import is_standard
 from op_patches.targets import Certainty
 
 _VIEWS = {"Identity", "Cast", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Tile"}
@@ -71,7 +72,7 @@ class _Graph:
 
     def past_input(self, node: NodeProto) -> str | None:
         """The graph input that a Concat extends by rows that are computed; None when it is no such Concat."""
-        if node.op_type != "Concat" or len(node.input) != 2:
+        if node.op_type != "Concat" or not is_standard(node) or len(node.input) != 2:
             return None
         axis = int(attributes(node).get("axis", 0))
         past = [value for value in node.input if self._is_past(value, axis)]

@@ -13,7 +13,7 @@ from op_patches.readiness.folding import Folded
 from op_patches.readiness.loader import float_chunks
 from op_patches.readiness.parser import node_names
 from op_patches.readiness.report import Finding, Severity
-from op_patches.readiness.views import dtype_of
+from op_patches.readiness.views import dtype_of, is_standard
 from op_patches.targets import Certainty, Target
 
 _HALF_MAX = 65504.0
@@ -27,6 +27,8 @@ def precision_findings(
     for view in views:
         tensors = {tensor.name: tensor for tensor in view.proto.initializer}
         for node, name in zip(view.nodes, node_names(view.proto), strict=True):
+            if not is_standard(node):
+                continue
             if node.op_type in _MASKING:
                 yield from _beyond_half(node, name, view, tensors, target, path)
             if target.half_precision and node.op_type in ("ReduceMean", "ReduceSum"):

@@ -12,18 +12,20 @@ import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from op_patches.graph_view import all_graphs
+from op_patches.readiness.inference import standard_opset
 from runtime.errors import ReadinessError
 
 
 def sanitize(model: ModelProto) -> list[str]:
     """Change `model` in place; return remarks about what was ignored. Names that are no text cannot be checked."""
     remarks: list[str] = []
+    opset = standard_opset(model)
     for graph in all_graphs(model.graph):
         for name in _names(graph):
             if not isinstance(name, str):
                 raise ReadinessError(f"the graph holds a name that is not UTF-8 text: {name!r}")
         for node in graph.node:
-            ignored = [a.name for a in node.attribute if not _has_known_kind(node, a)]
+            ignored = [a.name for a in node.attribute if not _has_known_kind(node, a, opset)]
             if ignored:
                 kept = [a for a in node.attribute if a.name not in ignored]
                 del node.attribute[:]
@@ -45,22 +47,26 @@ def _names(graph: GraphProto) -> Iterator[Any]:
         yield from (tensor.name, *(text for entry in tensor.external_data for text in (entry.key, entry.value)))
 
 
-def _has_known_kind(node: NodeProto, attribute: AttributeProto) -> bool:
+def _has_known_kind(node: NodeProto, attribute: AttributeProto, opset: int) -> bool:
     if attribute.type not in AttributeProto.AttributeType.values() or attribute.type == AttributeProto.UNDEFINED:
         return False
-    kinds = _kinds().get((node.op_type, attribute.name)) if node.domain in ("", "ai.onnx") else None
-    return kinds is None or attribute.type in kinds
+    if node.domain not in ("", "ai.onnx"):
+        return True
+    kind = _kinds(opset).get((node.op_type, attribute.name))
+    return kind is None or attribute.type == kind
 
 
 @functools.cache
-def _kinds() -> dict[tuple[str, str], set[int]]:
-    """(standard operator, attribute) -> the kinds it has in any opset."""
-    kinds: dict[tuple[str, str], set[int]] = {}
+def _kinds(opset: int) -> dict[tuple[str, str], int]:
+    """(standard operator, attribute) -> its kind at an opset; where that has none, in a younger one."""
+    kinds: dict[tuple[str, str], int] = {}
     schemas: Sequence[Any] = onnx.defs.get_all_schemas_with_history()  # Any: the kinds are no int in the stubs
-    for schema in schemas:
-        if schema.domain == "":
-            for name, attribute in schema.attributes.items():
-                kinds.setdefault((schema.name, name), set()).add(int(attribute.type.value))
+    standard = (schema for schema in schemas if schema.domain == "")
+    # The last one written counts: younger opsets come first, then those up to the one asked for, in their order.
+    order = sorted(standard, key=lambda s: (s.since_version <= opset, s.since_version))
+    for schema in order:
+        for name, attribute in schema.attributes.items():
+            kinds[schema.name, name] = int(attribute.type.value)
     return kinds
 
 

@@ -84,6 +84,11 @@ def bind_axes(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> None:
                 dim.dim_value = axes[dim.dim_param]
 
 
+def is_standard(node: NodeProto) -> bool:
+    """Whether a node's operator is ONNX's own; names in other domains mean something else."""
+    return node.domain in ("", "ai.onnx")
+
+
 def topological(nodes: Sequence[NodeProto]) -> list[NodeProto]:
     """Sort nodes so that producers come first; the parser accepts any order. Nodes on a cycle keep their place."""
     producer = {name: index for index, node in enumerate(nodes) for name in node.output if name}
@@ -156,8 +161,8 @@ def _fill_types(view: GraphView) -> None:
 def _implied_elements(node: NodeProto, view: GraphView) -> list[int | None]:
     """Element types of the outputs, by the operator's type constraints; a contrib operator keeps its first input's."""
     first = view.elem(node.input[0]) if node.input and node.input[0] else None
-    if node.op_type == "Cast":
-        return [attribute.i for attribute in node.attribute if attribute.name == "to"]
+    if node.op_type in ("Cast", "EyeLike"):
+        return [attribute.i for attribute in node.attribute if attribute.name in ("to", "dtype")] or [first]
     domain = "" if node.domain == "ai.onnx" else node.domain
     try:
         schema = onnx.defs.get_schema(node.op_type, min(view.opset, onnx.defs.onnx_opset_version()), domain)
