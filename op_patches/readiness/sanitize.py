@@ -77,8 +77,10 @@ def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def _data_problem(tensor: TensorProto) -> str | None:
-    if tensor.data_location == TensorProto.EXTERNAL or tensor.data_type not in TensorProto.DataType.values():
+    if tensor.data_location == TensorProto.EXTERNAL:
         return None
+    if tensor.data_type not in TensorProto.DataType.values():
+        return f"element type {tensor.data_type} does not exist"
     if any(dim < 0 for dim in tensor.dims):
         return f"negative dimension in {list(tensor.dims)}"
     try:
