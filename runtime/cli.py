@@ -8,6 +8,7 @@ from runtime.lazy_group import LazyGroup
 
 COMMANDS = {
     "say": ("runtime.commands.say:say", "Speak a text with the voice of a reference clip."),
+    "batch": ("runtime.commands.batch:batch", "Speak the lines of a JSONL file."),
     "sfx": ("runtime.commands.sfx:sfx", "Generate a sound effect from a description (MOSS-SoundEffect)."),
     "sfx-bench": ("runtime.commands.sfx_bench:sfx_bench", "Measure MOSS-SoundEffect: seconds, RTF, memory."),
     "sfx-accuracy": ("runtime.commands.sfx_accuracy:sfx_accuracy", "Compare two backends of MOSS-SoundEffect."),

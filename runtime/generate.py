@@ -17,7 +17,9 @@ from runtime.errors import CapacityError, GenerationError
 from runtime.frame_model import Frame, FrameModel
 from runtime.sampling import SamplingParams, draw_uniforms
 
-FinishReason = Literal["stop", "length"]
+# stop: the model ended it; length: the limit of frames; the others: runtime/stop_rules.py
+FinishReason = Literal["stop", "length", "loop", "silence", "runaway"]
+OnFrame = Callable[[npt.NDArray[np.int32]], FinishReason | None]
 MAX_FRAMES = 375  # the published product limit: 30 s
 
 
@@ -49,9 +51,11 @@ def generate(
     sampling: SamplingParams,
     max_frames: int = MAX_FRAMES,
     keep_logits: bool = False,
-    on_frame: Callable[[npt.NDArray[np.int32]], None] = lambda codes: None,
+    on_frame: OnFrame = lambda codes: None,
 ) -> Generation:
     """Read the prompt rows [T, 1 + n_vq] and generate frames; `on_frame` gets the codes [n_vq] as they come.
+
+    What `on_frame` returns ends the utterance with that reason; None goes on.
 
     The same seed gives the same frames: one generator per call, 1 + n_vq draws per frame (MODEL.md 5.4).
     """
@@ -78,7 +82,10 @@ def generate(
             reason = "stop"
             break
         codes.append(frame.codes.copy())
-        on_frame(codes[-1])
+        lost = on_frame(codes[-1])
+        if lost is not None:
+            reason = lost
+            break
     done = time.perf_counter()
     all_codes = np.stack(codes) if codes else np.zeros((0, n_vq), np.int32)
     return Generation(all_codes, reason, len(rows), prefilled - start, done - prefilled, tuple(kept))

@@ -8,7 +8,6 @@ rows   ─ generate(frame model) ─► codes ─ codec ─► waveform
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from runtime.backends.base import Backend
 from runtime.codec import Codec
 from runtime.errors import GenerationError, TextError
 from runtime.frame_model import FrameModel
-from runtime.generate import MAX_FRAMES, Generation, generate
+from runtime.generate import MAX_FRAMES, Generation, OnFrame, generate
 from runtime.manifest import Manifest
 from runtime.prompt import PromptBuilder, Template
 from runtime.sampling import SamplingParams
@@ -94,7 +93,7 @@ class Synthesizer:
         self,
         request: Request,
         keep_logits: bool = False,
-        on_frame: Callable[[npt.NDArray[np.int32]], None] = lambda codes: None,
+        on_frame: OnFrame = lambda codes: None,
     ) -> Speech:
         """Speak one request; `on_frame` sees the codes of each frame as it comes."""
         rows = self.rows(request)
@@ -104,12 +103,12 @@ class Synthesizer:
         if not generation.num_frames:
             raise GenerationError("the model ended the utterance before the first frame; try another seed or text")
         start = time.perf_counter()
-        waveform = self._decode(request, generation.codes)
+        waveform = self.decode(request, generation.codes)
         seconds = time.perf_counter() - start
         rate = self.manifest.codec.sample_rate_hz
         return Speech(waveform, rate, generation, seconds, self.frame_model.backend_name)
 
-    def _decode(self, request: Request, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    def decode(self, request: Request, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """The waveform of new codes; a continuation is decoded behind its prompt, and the prompt's part cut off."""
         if request.reference_text is None or request.reference_codes is None:
             return self.codec.decode(codes)

@@ -6,16 +6,19 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from runtime.backends.select import BackendOptions
 from runtime.commands.backend_options import backend_options, open_chosen
-from runtime.generate import MAX_FRAMES
-from runtime.sampling import SamplingParams
+from runtime.commands.speak_options import settings, speak_options, text_plan
 
-_DEFAULTS = SamplingParams()
+if TYPE_CHECKING:
+    from runtime.narration_file import Narration
+    from runtime.synthesizer import Synthesizer
+
+INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 @click.command()
@@ -25,65 +28,92 @@ _DEFAULTS = SamplingParams()
 @click.option("--voice", help="Reference clip (WAV, FLAC, OGG, MP3), or the name of a stored voice: run-om voice.")
 @click.option("--reference-text", help="What the clip says: continue it instead of cloning its voice.")
 @click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="WAV, FLAC or OGG file.")
+@click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same command stopped.")
+@speak_options
 @backend_options
 @click.option("--stats", is_flag=True, help="Say on stderr what ran each graph and, on om, what moved per frame.")
-@click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
-@click.option("--greedy", is_flag=True, help="The best code every time.")
-@click.option("--temperature", default=_DEFAULTS.temperature, show_default=True)
-@click.option("--top-k", default=_DEFAULTS.top_k, show_default=True)
-@click.option("--top-p", default=_DEFAULTS.top_p, show_default=True)
-@click.option("--repetition-penalty", default=_DEFAULTS.repetition_penalty, show_default=True)
-@click.option("--max-frames", default=MAX_FRAMES, show_default=True, help="80 ms each.")
-@click.option(
-    "--codes-out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the codes: .npz or .json"
-)
-@click.option("--mono", is_flag=True, help="Write the mean of the channels.")
+@click.option("--codes-out", type=click.Path(path_type=Path, dir_okay=False), help="Also the codes: .npz or .json")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def say(
     artifacts: Path,
     out: Path,
     codes_out: Path | None,
-    mono: bool,
     as_json: bool,
     backend: BackendOptions,
+    speak: dict[str, Any],
     stats: bool,
     **options: Any,
 ) -> None:
-    """Speak a text and write it as audio.
+    """Speak a text and write it as audio. Long texts are spoken segment by segment (see run-om text).
 
     Example: run-om say --artifacts artifacts/demo --text "Hello there." --voice clip.wav --out out.wav
     """
     from runtime.assembly import describe_run
-    from runtime.audio_writer import check_output_path, write_audio
+    from runtime.audio_writer import SampleFormat, check_output_path
     from runtime.manifest import Manifest
-    from runtime.synthesizer import Request, open_synthesizer
-    from runtime.voices import VoiceStore, codec_id, find_voice
+    from runtime.narration import Narrator
+    from runtime.narration_file import AudioFormat, narrate_to_file
+    from runtime.progress import NarrationProgress
+    from runtime.synthesizer import open_synthesizer
 
-    check_output_path(out)
+    check_output_path(out, SampleFormat(speak["sample_format"]))
     _check_codes_path(codes_out)
-    text = _read_text(options["text"], options["text_file"])
-    sampling = _sampling(options)
+    text = read_text(options["text"], options["text_file"])
+    chosen = settings(speak, options["reference_text"])
     manifest = Manifest.load(artifacts)
     opened = open_chosen(manifest, backend)
     with open_synthesizer(manifest, opened, fused=not backend.split) as synthesizer:
-        codes = None
-        if options["voice"] is not None:
-            voice = find_voice(options["voice"], VoiceStore(), synthesizer.codec, codec_id(manifest))
-            codes = voice.codes[:, : manifest.model.n_vq]
-            for note in voice.notes:
-                click.echo(f"{options['voice']}: {note}", err=True)
-        request = Request(text, codes, options["reference_text"], sampling, options["seed"], options["max_frames"])
-        speech = synthesizer.say(request)
+        plan = text_plan(
+            text, synthesizer.tokenizer, speak, options["voice"] is None or chosen.reference_text is not None
+        )
+        for note in plan.notes:
+            click.echo(f"text: {note}", err=True)
+        narrator = Narrator(synthesizer, voice_codes(synthesizer, options["voice"]), chosen)
+        codec = manifest.codec
+        audio = AudioFormat(
+            codec.sample_rate_hz, codec.num_channels, SampleFormat(speak["sample_format"]), speak["mono"]
+        )
+        tokens = [len(segment.token_ids) for segment in plan.segments]
+        progress = NarrationProgress(tokens, codec.samples_per_frame / codec.sample_rate_hz)
+        narration = narrate_to_file(narrator, plan, out, audio, options["resume"], progress)
         if stats:
             click.echo("\n".join(describe_run(synthesizer.frame_model, opened)), err=True)
-    written = write_audio(out, speech.waveform, speech.sample_rate_hz, mono=mono)
-    if codes_out is not None:
-        _write_codes(codes_out, speech.generation.codes)
-    figures = _figures(speech, written, manifest.notice)
+        backend_name = synthesizer.frame_model.backend_name
+    if codes_out is not None and narration.segments:
+        _write_codes(codes_out, narration)
+    figures = narration_figures(narration, backend_name, manifest.notice)
     click.echo(json.dumps(figures, ensure_ascii=False) if as_json else _as_text(figures))
+    finish(narration, out, speak["strict"])
 
 
-def _read_text(text: str | None, path: Path | None) -> str:
+def voice_codes(synthesizer: Synthesizer, name: str | None) -> Any:
+    """The codes of a stored voice or a clip; None without a voice."""
+    from runtime.voices import VoiceStore, codec_id, find_voice
+
+    if name is None:
+        return None
+    voice = find_voice(name, VoiceStore(), synthesizer.codec, codec_id(synthesizer.manifest))
+    for note in voice.notes:
+        click.echo(f"{name}: {note}", err=True)
+    return voice.codes[:, : synthesizer.manifest.model.n_vq]
+
+
+def finish(narration: Narration, out: Path, strict: bool) -> None:
+    """Warn about what a person would miss, and set the exit code."""
+    for index, segment in enumerate(narration.segments):
+        for note in segment.notes:
+            click.echo(f"segment {index + 1}: {note}", err=True)
+        if segment.finish_reason == "length":
+            text = f"segment {index + 1} reached --max-frames ({len(segment.codes)} frames): its end may be missing"
+            click.echo(f"{'error' if strict else 'warning'}: {text}", err=True)
+    if narration.interrupted:
+        click.echo(f"interrupted: {len(narration.segments)} segments are in {out}; --resume goes on there", err=True)
+        sys.exit(INTERRUPTED)
+    if strict and any(segment.finish_reason == "length" for segment in narration.segments):
+        sys.exit(1)
+
+
+def read_text(text: str | None, path: Path | None) -> str:
     from runtime.errors import TextError
 
     if (text is None) == (path is None):
@@ -96,13 +126,6 @@ def _read_text(text: str | None, path: Path | None) -> str:
         raise TextError(f"{path or 'standard input'}: cannot read the text as UTF-8 ({error})") from error
 
 
-def _sampling(options: dict[str, Any]) -> SamplingParams:
-    if options["greedy"]:
-        return SamplingParams.greedy(options["repetition_penalty"])
-    names = ("temperature", "top_k", "top_p", "repetition_penalty")
-    return SamplingParams(**{name: options[name] for name in names})
-
-
 def _check_codes_path(path: Path | None) -> None:
     from runtime.errors import AudioError
 
@@ -110,41 +133,57 @@ def _check_codes_path(path: Path | None) -> None:
         raise AudioError(f"{path}: expected a file name that ends in .npz or .json")
 
 
-def _write_codes(path: Path, codes: Any) -> None:
+def _write_codes(path: Path, narration: Narration) -> None:
+    """The codes of all segments, one after the other, and the number of frames of each."""
     import numpy as np
 
     from runtime.manifest import write_atomically
 
+    codes = np.concatenate([segment.codes for segment in narration.segments])
+    frames = [len(segment.codes) for segment in narration.segments]
     if path.suffix == ".json":
-        write_atomically(path, json.dumps({"codes": codes.tolist()}) + "\n")
+        write_atomically(path, json.dumps({"codes": codes.tolist(), "segment_frames": frames}) + "\n")
         return
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, codes=codes)
+    np.savez_compressed(buffer, codes=codes, segment_frames=np.array(frames))
     write_atomically(path, buffer.getvalue())
 
 
-def _figures(speech: Any, written: Any, notice: str | None) -> dict[str, Any]:
-    generation = speech.generation
+def narration_figures(narration: Narration, backend_name: str, notice: str | None) -> dict[str, Any]:
+    """What a machine wants to know about a narration."""
+    wall = sum(segment.wall_seconds for segment in narration.segments)
+    frames = sum(len(segment.codes) for segment in narration.segments)
+    written = narration.written
+    seconds = written.seconds if written else 0.0
     return {
-        "out": str(written.path),
-        "backend": speech.backend_name,
-        "prompt_rows": generation.prompt_rows,
-        "frames": generation.num_frames,
-        "finish_reason": generation.finish_reason,
-        "audio_seconds": round(written.seconds, 3),
-        "prefill_seconds": round(generation.prefill_seconds, 3),
-        "frames_per_second": round(generation.frames_per_second, 2),
-        "rtf": round(speech.rtf, 3),
-        "clipped_samples": written.num_clipped,
+        "out": str(written.path) if written else None,
+        "backend": backend_name,
+        "segments": [
+            {
+                "prompt_rows": s.prompt_rows,
+                "frames": len(s.codes),
+                "finish_reason": s.finish_reason,
+                "attempts": s.attempts,
+                "wall_seconds": round(s.wall_seconds, 3),
+            }
+            for s in narration.segments
+        ],
+        "frames": frames,
+        "audio_seconds": round(seconds, 3),
+        "frames_per_second": round(frames / wall, 2) if wall else 0.0,
+        "rtf": round(wall / seconds, 3) if seconds else None,
+        "clipped_samples": written.num_clipped if written else 0,
+        "interrupted": narration.interrupted,
         "note": notice,
     }
 
 
 def _as_text(f: dict[str, Any]) -> str:
+    rows = ", ".join(str(s["prompt_rows"]) for s in f["segments"])
+    reasons = ", ".join(dict.fromkeys(s["finish_reason"] for s in f["segments"]))
     lines = [
-        f"{f['out']}: {f['audio_seconds']} s of audio from {f['frames']} frames, ended by: {f['finish_reason']}",
-        f"backend {f['backend']}: {f['prompt_rows']} prompt rows in {f['prefill_seconds']} s, "
-        f"{f['frames_per_second']} frames/s, RTF {f['rtf']}",
+        f"{f['out']}: {f['audio_seconds']} s of audio from {f['frames']} frames, ended by: {reasons or 'nothing'}",
+        f"backend {f['backend']}: {rows} prompt rows, {f['frames_per_second']} frames/s, RTF {f['rtf']}",
     ]
     if f["clipped_samples"]:
         lines.append(f"warning: {f['clipped_samples']} samples clipped")
