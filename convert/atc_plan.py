@@ -5,6 +5,7 @@ Reading is all that happens here; convert.atc_run executes the plan and convert.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -124,7 +125,8 @@ def plan_atc(
             f"a keep list has no effect with precision {target.precision}, which keeps every float32 node; "
             "leave --keep-fp32 out, or say --precision fp16 or mixed"
         )
-    sources = {name: graph_source(manifest, name, target) for name in names}
+    hash_of = functools.cache(sha256_of)  # the graphs share one file of weights
+    sources = {name: graph_source(manifest, name, target, hash_of) for name in names}
     notes = _keep_notes(keep, sources)
     jobs: list[AtcJob] = []
     for name, source in sources.items():
@@ -161,7 +163,9 @@ def chosen_graphs(manifest: Manifest, graphs: Iterable[str]) -> list[str]:
     return [name for name in manifest.graphs if not wanted or name in wanted]
 
 
-def graph_source(manifest: Manifest, name: str, target: Target) -> GraphSource:
+def graph_source(
+    manifest: Manifest, name: str, target: Target, hash_of: Callable[[Path], str] = sha256_of
+) -> GraphSource:
     """The patched file when the lowerings of `target` ran on the graph as it is now, else the exported one."""
     patched = manifest.patched_graph(name, str(target))
     file, sha256 = (
@@ -176,7 +180,7 @@ def graph_source(manifest: Manifest, name: str, target: Target) -> GraphSource:
         external = manifest.path(location)
         if not external.is_file():
             raise ManifestError(f"{external} is missing; {file} keeps its weights there. Export again")
-        inputs[location] = sha256_of(external)
+        inputs[location] = hash_of(external)
         if inputs[location] != manifest.data_files.get(location, inputs[location]):
             raise ManifestError(f"{external} is not the file that the manifest lists; export again")
     return GraphSource(file, patched is not None and patched.file != manifest.graph(name).file, model, inputs)

@@ -78,6 +78,8 @@ def test_a_build_is_in_its_place_recorded_and_skipped_the_next_time(
         ("killed", "compiling operators", None, "killed before it gave a verdict"),
         ("crash", "inside ATC", None, "died of a signal"),
         ("no_verdict", "inside ATC", None, "without its success line"),
+        ("no_success_line", "inside ATC", None, "without its success line"),
+        ("exit1_after_success", "inside ATC", None, "failed with status 255 but left a file, which is not used"),
         ("exit0_no_file", "writing the .om", None, "there is no .om"),
         ("exit0_empty_file", "writing the .om", None, "there is no .om"),
         ("two_files", "writing the .om", None, "2 .om files"),

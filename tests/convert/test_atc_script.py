@@ -109,6 +109,8 @@ def test_after_a_failure_the_next_run_compiles_only_what_is_missing(tmp_path: Pa
     second = run(script, cann)
     assert second.returncode == 0
     assert "compiled 1, unchanged 2, failed 0 of 3" in second.stdout
+    (script.parent / "artifacts/om/Ascend910B3-origin/step-B1-C32.om").write_bytes(b"damaged")
+    assert "compiled 1, unchanged 2, failed 0 of 3" in run(script, cann).stdout
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,8 @@ def test_after_a_failure_the_next_run_compiles_only_what_is_missing(tmp_path: Pa
         ("exit0_no_file", "status 0, 0 .om files"),
         ("exit0_empty_file", "status 0, 0 .om files"),
         ("exit1_with_file", "status 255, 1 .om files"),
+        ("exit1_after_success", "status 255, 1 .om files"),
+        ("no_success_line", "status 0, 1 .om files"),
         ("no_verdict", "status 0, 0 .om files"),
         ("two_files", "status 0, 2 .om files"),
         ("inner", "EZ9999"),

@@ -100,9 +100,9 @@ def test_version_and_layout_are_read_with_and_without_the_environment(
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("version.cfg", "# x\ntoolkit_running_version=[7.7.0.1.238:8.1.RC1]\n"),
-        ("compiler/version.info", "Version=7.7.0.1.238\nversion_dir=8.1.RC1\n"),
-        ("toolkit/version.info", "Version=7.7.0.1.238\nversion_dir=8.1.RC1\n"),
+        ("version.cfg", "# x\ntoolkit_running_version=[7.7.0.1.238:8.0.0]\n"),
+        ("compiler/version.info", "Version=7.7.0.1.238\nversion_dir=8.0.0\n"),
+        ("toolkit/version.info", "Version=7.7.0.1.238\nversion_dir=8.0.0\n"),
     ],
 )
 def test_older_version_files_are_read_too(tmp_path: Path, file: str, text: str) -> None:
@@ -111,7 +111,7 @@ def test_older_version_files_are_read_too(tmp_path: Path, file: str, text: str) 
     (home / file).parent.mkdir(exist_ok=True)
     (home / file).write_text(text)
     installation = locate(Host(tmp_path, {"PATH": ""}))
-    assert installation is not None and installation.version == "8.1.RC1"
+    assert installation is not None and installation.version == "8.0.0"
 
 
 def test_an_atc_on_path_alone_leads_to_its_installation(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ from runtime.manifest import sha256_of
 
 FAILED = 255
 ENDINGS = (
-    "killed", "hang", "crash", "no_verdict", "exit0_no_file", "exit0_empty_file", "exit1_with_file", "two_files",
-    "suffix", "inner", "no_message", "numpy2", "missing_module", "disk_full",
+    "killed", "hang", "crash", "no_verdict", "no_success_line", "exit0_no_file", "exit0_empty_file", "exit1_with_file",
+    "exit1_after_success", "two_files", "suffix", "inner", "no_message", "numpy2", "missing_module", "disk_full",
 )  # fmt: skip
 
 VALUE_OPTIONS = {
@@ -120,8 +120,10 @@ def main(argv: list[str]) -> int:
             compile_model(options, machine)
     except AtcMessageError as failure:
         return report(failure, machine)
-    print("...\nATC run success, welcome to the next use.", flush=True)
-    return 0
+    ending = asked_ending(Path(options.get("output", "")).name)
+    if ending != "no_success_line":
+        print("...\nATC run success, welcome to the next use.", flush=True)
+    return FAILED if ending == "exit1_after_success" else 0
 
 
 def parse(argv: list[str]) -> dict[str, str] | None:
