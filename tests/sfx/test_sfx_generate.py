@@ -96,7 +96,7 @@ def test_the_same_seed_gives_the_same_rows_and_another_one_does_not(model: Torch
 
 
 class FlatModel:
-    """Every text id and every code is equally likely, but audio_start outside audio and gen_slot inside it."""
+    """Every code is equally likely; audio_start begins, then 18 gen slots, then the codebooks run out."""
 
     backend_name, max_rows = "scripted", 1000
 
@@ -104,13 +104,14 @@ class FlatModel:
         self.config = config
 
     def start(self, batch: int, num_rows: int) -> None:
-        self.batch = batch
+        self.batch, self.num_reads = batch, 0
 
     def read(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        self.num_reads += 1
         return np.zeros((self.batch, 1), np.float32)
 
     def inside(self, hidden: np.ndarray) -> InsideLogits:
-        slots = np.tile(np.array([9.0, 0.0], np.float32), (self.batch, 1))
+        slots = np.tile(np.array([99, 0] if self.num_reads < 20 else [0, 99], np.float32), (self.batch, 1))
         return InsideLogits(slots, np.zeros((self.batch, self.config.n_vq, 1024), np.float32))
 
     def text(self, hidden: np.ndarray) -> np.ndarray:
@@ -125,11 +126,13 @@ def test_each_codebook_has_its_own_uniform_whatever_else_is_sampled(
     config: SfxConfig, golden: Golden
 ) -> None:  # fmt: skip
     sampling = SfxSampling(1.0, top_p=1.0, top_k=1024, repetition_penalty=1.0, text_top_k=1)
-    [run] = generate(FlatModel(config), [golden["ids_0"]], sampling, [11], 20)
-    uniforms = np.random.default_rng(11).random((20, 17)).astype(np.float32)
-    assert run.rows[0, 0] == config.audio_start_id and (run.rows[1:, 0] == config.gen_slot_id).all()
-    for step in range(20):
-        want = np.where(np.arange(16) < step, np.floor(uniforms[step, 1:] * 1024), config.audio_pad_code)
+    [run] = generate(FlatModel(config), [golden["ids_0"]], sampling, [11], 35)
+    uniforms = np.random.default_rng(11).random((35, 17)).astype(np.float32)
+    ids = [config.audio_start_id, *[config.gen_slot_id] * 18, *[config.delay_slot_id] * 16]
+    assert run.rows[:, 0].tolist() == ids
+    for step in range(35):
+        sampled = (np.arange(16) < step) & (np.arange(16) >= step - 19)
+        want = np.where(sampled, np.floor(uniforms[step, 1:] * 1024), config.audio_pad_code)
         assert np.abs(run.rows[step, 1:] - want).max() <= 1  # the sum of 1024 float32 probabilities rounds
 
 
