@@ -51,6 +51,8 @@ def parse_line(line: str) -> BatchItem:
     for name in ("id", "text"):
         if name not in data:
             raise TextError(f"field {name!r} is missing")
+    if data.get("seed", 0) < 0:
+        raise TextError(f"seed: expected 0 or more, got {data['seed']}")
     if not _ID.fullmatch(data["id"]):
         raise TextError(f"id {data['id']!r}: expected letters, digits, '_', '-' and '.', it becomes a file name")
     return BatchItem(**data)

@@ -20,7 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SamplingParams()
 
 _OPTIONS = (
-    click.option("--seed", default=0, show_default=True, help="Same seed, same bytes."),
+    click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Same seed, same bytes."),
     click.option("--greedy", is_flag=True, help="The best code every time."),
     click.option("--temperature", default=_DEFAULTS.temperature, show_default=True),
     click.option("--top-k", default=_DEFAULTS.top_k, show_default=True),
