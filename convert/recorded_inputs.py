@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 from collections.abc import Iterable
@@ -21,9 +22,15 @@ _LOWERING_CODE = ("op_patches/**/*.py", "op_patches/data/*.json")
 def export_versions() -> dict[str, str]:
     """Packages and code that an export depends on, for Manifest.versions."""
     packages = {name: version(name) for name in ("torch", "onnx", "onnxruntime", "numpy")}
-    return packages | {"python": platform.python_version(), "exporter": code_hash(_EXPORT_CODE)}
+    return packages | {"python": platform.python_version(), "exporter": _exporting_code()}
 
 
+@functools.cache  # once per process: what runs is what was imported, not what an editor saves meanwhile
+def _exporting_code() -> str:
+    return code_hash(_EXPORT_CODE)
+
+
+@functools.cache
 def lowering_code() -> str:
     """A hash of the lowerings and their tables, for PatchedGraph.inputs."""
     return code_hash(_LOWERING_CODE)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from convert import export as export_module
 from convert import patched_graphs, recorded_inputs
@@ -16,6 +18,7 @@ from convert.atc_plan import Compiler
 from convert.atc_run import require_atc
 from convert.build import BuildRequest, Step, compile_stage, plan_build, run_stages
 from convert.cann import Host
+from convert.cli import cli
 from op_patches.targets import Target
 from runtime.backends.fake_om import read_fake_om
 from runtime.errors import ExportError, PatchError
@@ -195,3 +198,32 @@ def test_the_code_hash_follows_the_files(tmp_path: Path, monkeypatch: pytest.Mon
     two = recorded_inputs.code_hash(["*.py"])
     (tmp_path / "b.py").write_text("")
     assert len({one, two, recorded_inputs.code_hash(["*.py"])}) == 3
+
+
+def test_the_command_lists_runs_and_scripts(artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = [
+        "build", str(NANO / "tiny_llm_b"), "--codec", str(NANO / "tiny_codec"), "--out", str(artifacts),
+        "--target", "910B4", "--graphs", ",".join(GRAPHS), "--max-positions", "256", "--capacity", "32",
+        "--prefill", "8", "--stream-frames", "1,2",
+    ]  # fmt: skip
+
+    def run(*more: str) -> Result:
+        return CliRunner().invoke(cli, [*arguments, *more], catch_exceptions=False)
+
+    listed = run("--dry-run", "--json")
+    assert listed.exit_code == 0
+    assert Counter(step["action"] for step in json.loads(listed.stdout) if step["stage"] == "atc") == {"run": 3}
+    assert "no CANN here" in listed.stderr
+    script = tmp_path / "build_om.sh"
+    scripted = run("--script", str(script))
+    assert scripted.exit_code == 0
+    assert "compiles 3 graphs" in scripted.stderr and script.is_file()
+    compiled = run()
+    assert compiled.exit_code == 1
+    assert "patch   step: unchanged" in compiled.stderr
+    assert "check   step: nothing stands in the way of ATC" in compiled.stderr
+    assert compiled.stderr.rstrip().splitlines()[-1].startswith("error: atc is not on PATH")
