@@ -183,7 +183,7 @@ def _in_dtype(tensors: Iterable[tuple[str, Tensor]], dtype: str) -> Iterator[tup
     """Matrices in the plan's dtype, vectors (norms) in float32."""
     for name, tensor in tensors:
         wanted = tensor.to(getattr(torch, dtype)) if tensor.ndim > 1 else tensor
-        for piece in wanted.split(FINITE_ROWS):
+        for piece in torch.split(wanted, FINITE_ROWS):
             if not bool(torch.isfinite(piece).all()):
                 raise ExportError(f"{name}: not every value is finite in {dtype}; choose --dtype bfloat16 or float32")
         yield name, wanted

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from convert.atc import SideFile, atc_command, build_directory, side_files
+from convert.atc import SideFile, atc_command, side_files
 from op_patches.readiness.check import check_model
 from op_patches.readiness.report import ReadinessReport, summary_line
 from op_patches.targets import Target
@@ -22,6 +22,7 @@ from runtime.config import CodecConfig
 from runtime.errors import AtcError
 from runtime.graphs import codec_stream_spec, derived_axes
 from runtime.modules.codec import CodecStream
+from runtime.sfx.artifacts import bound_spec, om_path
 from runtime.sfx.codec import read_sfx_codec_config
 from runtime.sfx.config import PUBLISHED_IDS, SfxConfig, read_sfx_config
 from runtime.sfx.graphs import Block, SfxPlan, block_spec, inside_spec, text_spec
@@ -144,14 +145,11 @@ def atc_builds(manifest: SfxManifest, target: Target) -> list[SfxBuild]:
     if manifest.plan.dtype == "bfloat16" and not target.has_bfloat16:
         raise AtcError(f"{target.soc} has no bfloat16; export with --dtype float16")
     directory = manifest.directory.resolve()
-    out = directory / build_directory(target)
     builds = []
     for name, graph in manifest.graphs.items():
-        is_codec = name == "codec_stream"
-        axes = _codec_axes(manifest.codec, manifest.plan) if is_codec else manifest.plan.axes()
-        spec = graph.spec.bind(**{a: axes[a] for a in graph.spec.dynamic_axes()})
-        files = tuple(side_files(target, out, name, "", ""))
-        argv = atc_command(spec, directory / graph.file, out / name, target, files)
+        spec, output = bound_spec(manifest, name), om_path(directory, target.soc, name)
+        files = tuple(side_files(target, output.parent, name, "", ""))
+        argv = atc_command(spec, directory / graph.file, output.with_suffix(""), target, files)
         report = check_model(directory / graph.file, target, {t.name: t.bound_shape for t in spec.inputs})
         builds.append(SfxBuild(name, spec, (*argv, "--external_weight=1"), files, report))
     return builds

@@ -30,6 +30,7 @@ DTYPE_BY_CODE = {
     9: "int64",
     11: "float64",
     12: "bool",
+    27: "bfloat16",
 }
 
 MEANINGS = {

@@ -16,7 +16,7 @@ from runtime.backends.om_device import OmDevice, OmStream, Releases, Traffic, op
 from runtime.backends.om_layout import pack
 from runtime.errors import BackendError, BackendUnavailableError, SpecMismatchError
 from runtime.manifest import Manifest, OmBuild
-from runtime.spec import Array, GraphSpec, TensorSpec
+from runtime.spec import Array, GraphSpec, TensorSpec, numpy_dtype
 
 GEAR_INPUT = "ascend_mbatch_shape_data"  # the extra input of a model compiled with --dynamic_dims
 SIZE_TOLERANCE = 64  # the runtime accepts a buffer that is up to 64 bytes smaller than the model asks (C.5)
@@ -212,7 +212,7 @@ class OmSession:
     def _view(self, side: str, tensor: TensorSpec) -> Array:
         start = self._sides[side].offsets[tensor.name]
         raw = self._pinned[side].data[start : start + tensor.num_bytes]
-        return raw.view(tensor.dtype).reshape(tensor.bound_shape)
+        return raw.view(numpy_dtype(tensor.dtype)).reshape(tensor.bound_shape)
 
     def close(self) -> None:
         with self._lock:

@@ -36,25 +36,43 @@ def model_options(command: F) -> F:
         command,
         click.option("--checkpoint", type=directory, help="The language model, as published."),
         click.option("--codec", type=directory, help="The 24 kHz MOSS-Audio-Tokenizer, as published."),
-        click.option("--artifacts", type=directory, help="Exported graphs, for ONNX Runtime on the CPU."),
-        click.option("--device", default="cpu", show_default=True, help="cpu, npu or npu:N for the language model."),
+        click.option("--artifacts", type=directory, help="Exported graphs instead, run by --backend."),
+        click.option("--backend", type=click.Choice(("ort", "om")), help="Of --artifacts  [default: ort]"),
+        click.option("--simulate", is_flag=True, help="om on the pyACL simulator: runs what the fake atc compiled."),
+        click.option("--device", help="Of the language model: cpu, npu or npu:N; of om: 0, 1, …  [default: cpu; 0]"),
         click.option("--dtype", type=click.Choice(DTYPES), help="Of the matrices; the stored one unless given."),
-        click.option("--codec-device", default="cpu", show_default=True, help="cpu, npu or npu:N for the codec."),
+        click.option("--codec-device", help="cpu, npu or npu:N  [default: cpu]"),
     )
 
 
 def open_effects(options: Mapping[str, Any]) -> SoundEffects:
     """Open the checkpoints with PyTorch, or the artifacts with ONNX Runtime."""
-    checkpoint, codec, artifacts = options["checkpoint"], options["codec"], options["artifacts"]
-    if artifacts is not None:
-        unused = [n for n in ("checkpoint", "codec", "dtype") if options[n] is not None]
-        unused += [n for n in ("device", "codec_device") if options[n] != "cpu"]
-        if unused:
-            raise CheckpointError(f"--artifacts runs on the CPU as exported; leave out --{unused[0].replace('_', '-')}")
-        return SoundEffects.open_artifacts(artifacts)
+    checkpoint, codec, device = options["checkpoint"], options["codec"], options["device"]
+    if options["artifacts"] is not None:
+        return _open_artifacts(options)
     if checkpoint is None or codec is None:
         raise CheckpointError("expected --checkpoint and --codec (directories as published), or --artifacts")
-    return SoundEffects.open(checkpoint, codec, options["device"], options["dtype"], options["codec_device"])
+    if options["backend"] is not None or options["simulate"]:
+        raise CheckpointError("--backend and --simulate belong to --artifacts; checkpoints run with PyTorch")
+    return SoundEffects.open(checkpoint, codec, device or "cpu", options["dtype"], options["codec_device"] or "cpu")
+
+
+def _open_artifacts(options: Mapping[str, Any]) -> SoundEffects:
+    from runtime.backends.select import device_number
+    from runtime.sfx.artifacts import open_artifacts
+
+    backend = options["backend"] or "ort"
+    unused = ["checkpoint", "codec", "dtype", "codec_device", *([] if backend == "om" else ["device", "simulate"])]
+    for name in unused:
+        if options[name]:
+            raise CheckpointError(f"--artifacts with {backend} runs as exported; leave out --{name.replace('_', '-')}")
+    return open_artifacts(
+        options["artifacts"],
+        backend,
+        device_number(options["device"]),
+        options["simulate"],
+        lambda line: click.echo(line, err=True),
+    )
 
 
 def text_options(command: F) -> F:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.backends.base import Session
+from runtime.errors import CapacityError
 from runtime.sfx.config import SfxConfig
 from runtime.sfx.generate import InsideLogits
 from runtime.sfx.graphs import SfxPlan
@@ -40,6 +41,11 @@ class SessionRowModel(RowReader):
         self._cache: dict[str, Array] = {}
 
     def _make_room(self, batch: int, num_rows: int) -> None:
+        compiled = self._blocks[0].spec.inputs[0].shape[0]
+        if isinstance(compiled, int) and batch != compiled:
+            raise CapacityError(
+                f"{batch} requests side by side; the graphs are compiled for {compiled}: run them in turn"
+            )
         shape = (batch, self.config.num_kv_heads, self.plan.capacity, self.config.head_size)
         names = [t.name for block in self._blocks for t in block.spec.inputs if t.name.startswith("past_")]
         self._cache = {name: np.zeros(shape, numpy_dtype(self.plan.dtype)) for name in names}

@@ -20,7 +20,6 @@ from runtime.sfx.prompt import PromptEncoder, SoundPrompt
 from runtime.sfx.sampling import SfxSampling
 
 if TYPE_CHECKING:
-    from runtime.backends.base import Session
     from runtime.codec import Codec
 
 Floats = npt.NDArray[np.float32]
@@ -49,8 +48,16 @@ class Sound:
 class SoundEffects:
     """An opened model with its tokenizer and codec; a context manager."""
 
-    def __init__(self, encoder: PromptEncoder, model: RowModel, codec: Codec, codec_name: str) -> None:
-        """`codec_name`: what runs the codec, as reports print it."""
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        model: RowModel,
+        codec: Codec,
+        codec_name: str,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`codec_name`: what runs the codec, as reports print it; `release` frees what model and codec do not own."""
+        self._release = release
         self.encoder, self.model, self.codec, self.codec_name = encoder, model, codec, codec_name
 
     @staticmethod
@@ -68,32 +75,6 @@ class SoundEffects:
         return SoundEffects(
             encoder, TorchRowModel(SfxWeights(checkpoint, config), device, dtype), opened, f"torch {codec_device}"
         )
-
-    @staticmethod
-    def open_artifacts(directory: Path) -> SoundEffects:
-        """Open what convert-moss sfx-export wrote, with ONNX Runtime."""
-        from runtime.backends.ort import OrtBackend
-        from runtime.codec import Codec
-        from runtime.sfx.manifest import EMBEDDINGS_NAME, SfxManifest
-        from runtime.sfx.session_model import SessionRowModel
-        from runtime.sfx.weights import Embeddings
-        from runtime.weights import map_weights
-
-        manifest = SfxManifest.load(directory)
-        config, plan, backend = manifest.config, manifest.plan, OrtBackend()
-
-        def session(name: str) -> Session:
-            graph = manifest.graph(name)
-            return backend.open(graph.spec, directory / graph.file)
-
-        tables = map_weights(directory / EMBEDDINGS_NAME, manifest.embeddings)
-        embeddings = Embeddings(tables["text"], [tables[f"codes_{i}"] for i in range(config.n_vq)])
-        blocks = [session(block.name) for block in plan.blocks(config)]
-        model = SessionRowModel(
-            config, plan, embeddings, blocks, session("inside_heads"), session("text_head"), f"ort {plan.dtype}"
-        )
-        codec = Codec(manifest.codec, encode=(), stream=(session("codec_stream"),))
-        return SoundEffects(PromptEncoder(directory, config), model, codec, "ort")
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -147,6 +128,7 @@ class SoundEffects:
         """Free model and codec."""
         self.model.close()
         self.codec.close()
+        self._release()
 
     def __enter__(self) -> SoundEffects:
         return self

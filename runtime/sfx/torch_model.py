@@ -6,6 +6,7 @@ Embeddings are gathered on the host from the mapped file, so that 1.4 GB of tabl
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from runtime.backends.npu import prepare_npu
 from runtime.errors import BackendUnavailableError
 from runtime.modules.sfx import SfxInsideHeads, SfxLayer, SfxNorm, SfxTextHead
 from runtime.sfx.generate import InsideLogits
@@ -101,18 +103,9 @@ def _whole_views(num_rows: int) -> int:
 
 def open_device(name: str) -> torch.device:
     """ "cpu", "npu" or "npu:1"; BackendUnavailableError says what an NPU needs."""
-    kind = name.partition(":")[0]
-    if kind == "npu":
-        try:
-            import torch_npu  # noqa: F401  # registers the device
-        except ImportError as error:
-            raise BackendUnavailableError(
-                "torch_npu is not installed; source the CANN set_env.sh and install the extra: "
-                "pip install 'moss-tts-nano-ascend[npu]'"
-            ) from error
-    elif kind != "cpu":
-        raise BackendUnavailableError(f"device {name!r}: expected cpu or npu")
-    try:
+    if name == "cpu":
         return torch.device(name)
-    except RuntimeError as error:
-        raise BackendUnavailableError(f"device {name!r} is not known to torch ({error})") from error
+    if not re.fullmatch(r"npu(:\d+)?", name):
+        raise BackendUnavailableError(f"device {name!r}: expected cpu, npu or npu:N")
+    prepare_npu(name)
+    return torch.device(name)

@@ -94,7 +94,7 @@ def test_a_run_without_audio_is_an_error_and_writes_no_file(run, tmp_path: Path)
         (["--prompt", "rain", "--out", "a.wav", "--seconds", "0"], "--seconds"),
         (["--prompt", " ", "--out", "a.wav"], "description is empty"),
         (["--prompt", "rain", "--out", "a.wav", "--top-p", "0"], "top_p"),
-        (["--prompt", "rain", "--out", "a.wav", "--device", "npu"], "torch_npu"),
+        (["--prompt", "rain", "--out", "a.wav", "--device", "npu"], "torch-npu"),
     ],
 )
 def test_a_wrong_request_is_one_line(run, arguments: list[str], said: str) -> None:  # type: ignore[no-untyped-def]

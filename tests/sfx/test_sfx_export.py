@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,25 +13,35 @@ import onnx
 import pytest
 import soundfile
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from convert.cli import cli as convert_cli
 from convert.sfx_export import export_part, export_sfx
-from convert.sfx_plan import GIB, atc_builds, configs_of, memory_plan, published_codec, published_config
+from convert.sfx_plan import GIB, atc_builds, atc_script, configs_of, memory_plan, published_codec, published_config
 from convert.sfx_verify import REFERENCE_MAX_BYTES, TOO_LARGE, verify_part
 from op_patches.readiness.check import check_model
 from op_patches.targets import Target
+from runtime.backends import om_device
+from runtime.backends.simulator import SimulatorConfig, installed, uninstall
 from runtime.cli import cli as runtime_cli
 from runtime.config import CodecConfig
-from runtime.errors import AtcError, CapacityError, ExportError, ManifestError, SpecMismatchError
+from runtime.errors import (
+    AtcError,
+    BackendUnavailableError,
+    CapacityError,
+    ExportError,
+    ManifestError,
+    SpecMismatchError,
+)
 from runtime.modules.sfx import SfxTextHead
+from runtime.sfx.artifacts import open_artifacts
 from runtime.sfx.config import SfxConfig
 from runtime.sfx.generate import generate
 from runtime.sfx.graphs import SfxPlan, sfx_graph_specs, text_spec
 from runtime.sfx.manifest import SFX_MANIFEST_NAME, SfxManifest
 from runtime.sfx.sampling import SfxSampling
-from runtime.sfx.sound_effects import SoundEffects
 from runtime.sfx.torch_model import TorchRowModel
+from tests.fake_cann.tree import make_tree
 
 TARGET = Target.parse("cann=8.5,soc=Ascend910B4,precision=origin")
 PLANS = {dtype: SfxPlan(layers_per_block=1, rows=16, capacity=400, dtype=dtype) for dtype in ("float32", "bfloat16")}
@@ -53,7 +64,7 @@ def exported(artifacts: Mapping[str, SfxManifest]) -> SfxManifest:
 def test_onnx_runtime_generates_the_rows_of_upstream(
     exported: SfxManifest, golden: Mapping[str, np.ndarray], name: str, penalty: float
 ) -> None:
-    with SoundEffects.open_artifacts(exported.directory) as effects:
+    with open_artifacts(exported.directory) as effects:
         [run] = generate(effects.model, [golden["ids_0"]], SfxSampling.greedy(penalty), [0], 190)
     np.testing.assert_array_equal(run.rows, golden[f"gen_{name}"])
 
@@ -62,7 +73,7 @@ def test_a_seed_gives_the_same_rows_on_onnx_runtime_and_torch(
     exported: SfxManifest, model: TorchRowModel, golden: Mapping[str, np.ndarray]
 ) -> None:
     prompts = [golden["ids_1"], golden["ids_2"]]
-    with SoundEffects.open_artifacts(exported.directory) as effects:
+    with open_artifacts(exported.directory) as effects:
         assert effects.model.backend_name == "ort float32"
         ours = generate(effects.model, prompts, SfxSampling(), [3, 4], 60)
     for run, want in zip(ours, generate(model, prompts, SfxSampling(), [3, 4], 60), strict=True):
@@ -88,7 +99,7 @@ def test_the_command_speaks_from_artifacts(
 
 
 def test_more_rows_than_the_capacity_are_refused(exported: SfxManifest, golden: Mapping[str, np.ndarray]) -> None:
-    with SoundEffects.open_artifacts(exported.directory) as effects, pytest.raises(CapacityError, match="400"):
+    with open_artifacts(exported.directory) as effects, pytest.raises(CapacityError, match="400"):
         generate(effects.model, [golden["ids_0"]], SfxSampling(), [0], 250)
 
 
@@ -198,6 +209,42 @@ def test_the_script_runs_atc_once_per_graph(
     assert [Path(line).name for line in log.read_text().splitlines()] == [
         f"{name}.onnx" for name in artifacts["bfloat16"].graphs
     ]
+
+
+@pytest.fixture(scope="module")
+def compiled(artifacts: Mapping[str, SfxManifest], tmp_path_factory: pytest.TempPathFactory) -> SfxManifest:
+    """The float32 parts, compiled by the script with the fake atc."""
+    manifest, root = artifacts["float32"], tmp_path_factory.mktemp("sfx_cann")
+    (root / "build.sh").write_text(atc_script(atc_builds(manifest, TARGET)))
+    home = make_tree(root / "machine")
+    environ = {**os.environ, "PATH": f"{home}/bin:{os.environ['PATH']}", "ASCEND_HOME_PATH": str(home)}
+    done = subprocess.run(["bash", root / "build.sh"], env=environ, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return manifest
+
+
+def test_compiled_parts_on_the_simulator_make_the_sound_of_onnx_runtime(compiled: SfxManifest, tmp_path: Path) -> None:
+    def sfx(name: str, *options: str) -> Result:
+        arguments = ["sfx", "--artifacts", str(compiled.directory), "--prompt", "rain", "--seed", "4", *options]
+        try:
+            return CliRunner().invoke(runtime_cli, [*arguments, "--out", str(tmp_path / name)], catch_exceptions=False)
+        finally:
+            om_device._at_exit()  # what the end of the process does: finalize, and fail on a leak
+            uninstall()
+
+    results = [sfx("a.wav"), sfx("b.wav", "--backend", "om", "--simulate")]
+    assert [r.exit_code for r in results] == [0, 0], results[1].stderr
+    assert "om (simulated)" in results[1].stdout and "nothing here is a device result" in results[1].stderr
+    a, b = (soundfile.read(tmp_path / name, dtype="int16")[0].astype(int) for name in ("a.wav", "b.wav"))
+    assert a.shape == b.shape and np.abs(a - b).max() <= 1
+    two = sfx("c.wav", "--backend", "om", "--simulate", "--prompt", "wind", "--out", str(tmp_path / "d.wav"))
+    assert two.exit_code == 1 and "run them in turn" in two.stderr
+
+
+def test_a_part_that_is_not_compiled_names_the_script(artifacts: Mapping[str, SfxManifest]) -> None:
+    with installed(SimulatorConfig(soc="Ascend910B3")), pytest.raises(BackendUnavailableError, match="--script"):
+        open_artifacts(artifacts["bfloat16"].directory, "om")
+    assert om_device._process is None or not om_device._process.devices  # the device was given back
 
 
 def test_the_full_size_plan_adds_up_to_the_published_figures() -> None:
