@@ -163,6 +163,8 @@ class SimulatorCore:
             if fault.call == name and fault.nth == self.calls[name]:
                 if args and name.rpartition(".")[2].startswith(("destroy_", "unload")):
                     self._stuck.add(args[0])
+                if name == "rt.synchronize_stream":
+                    self._item(args[0], Stream).queue.clear()  # a stream that fails drops what it still had to do
                 raise Failure(fault.code, f"injected failure of acl.{name}, call {fault.nth}")
         if initialized and self._state != "ready":
             raise Failure(100001, f"acl.{name} {'before acl.init' if self._state == 'new' else 'after acl.finalize'}")

@@ -222,7 +222,7 @@ def test_calls_out_of_order_and_after_close_are_refused(golden_llm, compiled, si
 def test_a_failed_frame_asks_for_a_new_prefill_and_then_all_is_well(golden_llm, compiled, simulator: Simulator) -> None:
     rows, uniforms = prompt(golden_llm), np.full((1, 1 + compiled.model.n_vq), 0.5, np.float32)
     with OmBackend(0, compiled) as backend, open_om_frame_model(compiled, backend) as model:
-        expected = run(model, rows, 6, WILD)
+        expected = run(model, rows, 6, SamplingParams())
         for call in ("rt.memcpy_async", "mdl.execute_async", "rt.memcpy2d_async", "rt.synchronize_stream"):
             model.prefill(rows)
             model.next_frame(uniforms, WILD)
@@ -231,7 +231,7 @@ def test_a_failed_frame_asks_for_a_new_prefill_and_then_all_is_well(golden_llm, 
                 model.next_frame(uniforms, SamplingParams())  # new settings, whose arrival is then unknown
             with pytest.raises(GenerationError, match="prefill"):
                 model.next_frame(uniforms, WILD)
-            assert_same(run(model, rows, 6, WILD), expected)
+            assert_same(run(model, rows, 6, SamplingParams()), expected)
 
 
 def test_whatever_fails_while_opening_everything_is_freed(

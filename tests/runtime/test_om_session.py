@@ -8,6 +8,7 @@ import threading
 import types
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -183,7 +184,8 @@ def test_a_failed_run_leaves_the_session_usable(simulator: Simulator, path: Path
             simulator.fail(call, 507011)
             with pytest.raises(AclError, match=call):
                 session.run(FEEDS)
-            np.testing.assert_array_equal(session.run(FEEDS)["y"], FEEDS["x"] ** 2)
+            other = {**FEEDS, "x": FEEDS["x"] + 1}  # writes the pinned memory that queued copies may still read
+            np.testing.assert_array_equal(session.run(other)["y"], other["x"] ** 2)
     assert simulator.live() == []
 
 
@@ -393,5 +395,5 @@ def test_codes_have_a_meaning(code: int, words: str) -> None:
 
 def test_releases_compare_in_the_order_they_came_out() -> None:
     in_order = ["7.0.1.beta1", "7.0.1", "8.0.RC2", "8.0.RC3", "8.0.0", "8.1.RC1", "8.2.RC1", "8.5.0", "8.5.1", "9.0.0"]
-    assert sorted(in_order[::-1], key=release_number) == in_order
+    assert [a for a, b in pairwise(in_order) if release_number(a) >= release_number(b)] == []
     assert release_number("8.5") == release_number("8.5.0")
