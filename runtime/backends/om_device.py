@@ -108,7 +108,7 @@ def open_device(device_id: int) -> OmDevice:
         acl = import_acl()
         if _process is None or not _process.acl.same_module(acl):
             _process = _Process(acl)
-            atexit.register(_at_exit)
+            atexit.register(close_all)
         device = _process.devices.get(device_id)
         if device is None:
             device = _process.devices[device_id] = OmDevice(_process.acl, device_id, _process.owned)
@@ -125,7 +125,7 @@ def shutdown() -> None:
             process.acl.finalize()
 
 
-def _at_exit() -> None:
+def close_all() -> None:
     """Close what backends left open, then finalize."""
     if _process is not None:
         for device in list(_process.devices.values()):

@@ -73,7 +73,7 @@ def run_om(*arguments: object) -> Result:
     try:
         return CliRunner().invoke(cli, [str(a) for a in arguments])
     finally:
-        om_device._at_exit()  # what the end of the process does: finalize, and fail on a leak
+        om_device.close_all()  # what the end of the process does: finalize, and fail on a leak
         uninstall()
 
 
@@ -117,7 +117,7 @@ def test_the_codec_on_the_simulator_equals_onnx_runtime(artifacts: Path) -> None
         with open_codec(manifest, backend) as codec:
             codes = codec.encode(waveform)
             found.append((codes, codec.decode(codes[:21])))
-    om_device._at_exit()
+    om_device.close_all()
     uninstall()
     np.testing.assert_array_equal(found[0][0], found[1][0])
     np.testing.assert_allclose(found[0][1], found[1][1], atol=2e-6)

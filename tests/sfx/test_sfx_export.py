@@ -229,7 +229,7 @@ def test_compiled_parts_on_the_simulator_make_the_sound_of_onnx_runtime(compiled
         try:
             return CliRunner().invoke(runtime_cli, [*arguments, "--out", str(tmp_path / name)], catch_exceptions=False)
         finally:
-            om_device._at_exit()  # what the end of the process does: finalize, and fail on a leak
+            om_device.close_all()  # what the end of the process does: finalize, and fail on a leak
             uninstall()
 
     results = [sfx("a.wav"), sfx("b.wav", "--backend", "om", "--simulate")]
