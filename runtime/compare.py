@@ -59,3 +59,54 @@ def compare_tensors(name: str, reference: Array, other: Array, tolerance: Tolera
     allowed = tolerance.atol + tolerance.rtol * reference_max
     reason = f"max |difference| {max_abs:.3g}, allowed {allowed:.3g} ({tolerance.reason})"
     return Difference(name, max_abs <= allowed, max_abs, reference_max, max_abs, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """How far apart two float tensors of one shape are. None is "not defined here": never a good value.
+
+    `correlation` is the cosine after the means are taken away: a common offset makes a plain cosine blind.
+    """
+
+    max_abs: float
+    mean_abs: float
+    relative: float | None  # |a - b| / |a|, Euclidean; None for a zero reference
+    cosine: float | None  # None when either side is zero
+    correlation: float | None  # None when either side is constant
+    top1: float | None  # share of rows of the last axis whose largest entry is at the same place
+    reference_max: float
+
+
+NOT_COMPARABLE = Metrics(np.inf, np.inf, None, None, None, None, np.inf)
+
+
+def measure(reference: Array, other: Array) -> Metrics:
+    """Metrics of `other` against `reference`; NOT_COMPARABLE for other shapes, no elements, NaN or infinity."""
+    if reference.shape != other.shape or not reference.size:
+        return NOT_COMPARABLE
+    a, b = reference.astype(np.float64), other.astype(np.float64)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return NOT_COMPARABLE
+    gap = np.abs(a - b)
+    rows = a.ndim > 0 and a.shape[-1] > 1
+    top1 = float((a.argmax(-1) == b.argmax(-1)).mean()) if rows else None
+    norm = float(np.linalg.norm(a))
+    return Metrics(
+        max_abs=float(gap.max()),
+        mean_abs=float(gap.mean()),
+        relative=float(np.linalg.norm(a - b)) / norm if norm else None,
+        cosine=_cosine(a, b),
+        correlation=None if is_constant(a) or is_constant(b) else _cosine(a - a.mean(), b - b.mean()),
+        top1=top1,
+        reference_max=float(np.abs(a).max()),
+    )
+
+
+def is_constant(values: Array) -> bool:
+    """Whether every element is the same: agreement with such a reference proves nothing."""
+    return values.size > 1 and bool((values == values.flat[0]).all())
+
+
+def _cosine(a: Array, b: Array) -> float | None:
+    norms = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+    return float(np.clip((a * b).sum() / norms, -1, 1)) if norms else None

@@ -11,7 +11,7 @@ FrameModel with the cache on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,15 @@ class FrameModel(Protocol):
 
     def close(self) -> None:
         """Free sessions and device memory."""
+        ...
+
+
+@runtime_checkable
+class CacheReader(Protocol):
+    """A FrameModel that can also show its cache; the parity tools ask, the loop never does."""
+
+    def cache_rows(self) -> Floats:
+        """A copy of the rows written so far, [2 * layers, H, rows, D]: key_0, value_0, key_1, …"""
         ...
 
 
@@ -143,6 +152,9 @@ class HostFrameModel:
         self._seen = self._seen_before.copy()
         used = np.flatnonzero(codes < self.config.codebook_size)
         self._seen[0, used, codes[used]] = 1
+
+    def cache_rows(self) -> Floats:
+        return np.stack([tensor[0, :, : self._cache.length] for tensor in self._cache.visible()[0]])
 
     def close(self) -> None:
         for session in self._sessions.values():

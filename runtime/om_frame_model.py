@@ -316,6 +316,24 @@ class OmFrameModel:
             self._stream.recover()
             raise
 
+    def cache_rows(self) -> Floats:
+        """The cache as it lies on the device; copied as a whole, for the parity tools."""
+        self._enter()
+        memory, layout, releases = self._memory, self._memory.cache, Releases()
+        try:
+            host = self._device.malloc_host(layout.num_bytes, releases)
+            self._stream.download(host, memory.cache_at, layout.num_bytes)
+            self._stream.synchronize()
+            tensors = [
+                host.data[layout.offset(i) : layout.offset(i) + layout.tensor_bytes]
+                .view(np.float32)
+                .reshape(layout.heads, memory.capacity, -1)
+                for i in range(layout.num_tensors)
+            ]
+            return np.stack([tensor[:, : self._num_rows] for tensor in tensors])
+        finally:
+            releases.close()
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

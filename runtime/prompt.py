@@ -53,7 +53,7 @@ class PromptBuilder:
     """Builds the rows of a request for one model."""
 
     def __init__(self, config: ModelConfig, tokenizer: TextEncoder, template: Template = Template.PYTORCH) -> None:
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.template = config, tokenizer, template
         encode = tokenizer.encode_template
         lead = [config.im_start_id] if template is Template.PYTORCH else []
         self._before_reference = [*lead, *encode(_P0), *encode(_P1)]

@@ -71,3 +71,14 @@ def golden_llm(request, tmp_path_factory) -> GoldenLlm:
     manifest = export_llm(request.param, directory)
     with np.load(NANO / f"tiny_llm_{request.param}.npz") as golden:
         return GoldenLlm(manifest, dict(golden))
+
+
+@pytest.fixture(scope="session")
+def tiny_artifacts(tmp_path_factory):
+    """All graphs of the tiny made-up checkpoint (seed 0), exported once; shared, so nobody may change the files."""
+    from convert.export import export_artifacts
+    from convert.fixture import write_fixture
+
+    root = tmp_path_factory.mktemp("tiny")
+    model, codec = write_fixture(root / "checkpoint", size="tiny", seed=0)
+    return export_artifacts(model, codec, root / "artifacts").directory

@@ -56,15 +56,21 @@ class TorchSession:
         self._module: torch.nn.Module | None = module
         self._device = device
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module itself, for values that no graph outputs."""
+        if self._module is None:
+            raise BackendError(f"{self.spec.name}: the session is closed; open it again")
+        return self._module
+
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         import torch
 
-        if self._module is None:
-            raise BackendError(f"{self.spec.name}: the session is closed; open it again")
+        module = self.module
         self.spec.check_feeds(feeds)
         with torch.inference_mode():
             inputs = [torch.from_numpy(np.ascontiguousarray(feeds[t.name])).to(self._device) for t in self.spec.inputs]
-            outputs = self._module(*inputs)
+            outputs = module(*inputs)
             if isinstance(outputs, torch.Tensor):
                 outputs = (outputs,)
             return {t.name: o.cpu().numpy() for t, o in zip(self.spec.outputs, outputs, strict=True)}

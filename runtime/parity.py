@@ -1,0 +1,188 @@
+"""Two recordings in, one verdict out: stage by stage, mode by mode, with the first place where they part and why.
+
+with open_synthesizer(…) as a: first = record(a, …)          # runtime/parity_record.py
+with open_synthesizer(…) as b: second = record(b, …, replay_of=first)
+parity = compare(first, second)
+parity.verdict, parity.text, parity.verdict.exit_code
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from runtime.compare_audio import AudioMetrics, measure_audio
+from runtime.parity_causes import Engine, find_cause
+from runtime.parity_record import Identity, Plan, Recording
+from runtime.parity_stages import REQUIRED, build_stages, common_part, error_growth, free_mode, replay_mode
+from runtime.parity_verdict import FLOAT32_LIMITS, Cause, Growth, Limits, Mode, Stage, Verdict, worst
+
+FORMAT = "moss-parity-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """The result; everything that the reports show and the JSON holds."""
+
+    verdict: Verdict
+    text: str
+    a: Identity
+    b: Identity
+    plan: Plan
+    stages: tuple[Stage, ...]
+    modes: tuple[Mode, ...]
+    growth: Growth
+    cause: Cause | None
+    audio: AudioMetrics | None
+    limits: Limits
+    agreement: tuple[tuple[int, ...], ...]  # replay: [frame][codebook] 1 equal, 0 different
+    floor: str | None = None  # the precision floor that the limits come from
+    command: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def divergence(self) -> Stage | Mode | None:
+        """The first stage, else mode, that is not in agreement."""
+        bad = (Verdict.DIVERGENT, Verdict.ERROR)
+        found: list[Stage | Mode] = [s for s in self.stages if s.verdict in bad]
+        found += [m for m in self.modes if m.verdict in bad]
+        return found[0] if found else None
+
+    def stage(self, name: str) -> Stage:
+        return next(s for s in self.stages if s.name == name)
+
+    def mode(self, name: str) -> Mode:
+        return next(m for m in self.modes if m.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON data; numbers that JSON does not have become the strings "inf", "-inf", "nan"."""
+        data: dict[str, Any] = {"format": FORMAT, **dataclasses.asdict(self)}
+        data["exit_code"] = self.verdict.exit_code
+        data["plan"]["voice"] = str(self.plan.voice) if self.plan.voice else None
+        found = self.divergence
+        data["first_divergence"] = _place(found) if found is not None else None
+        for mode, entry in zip(self.modes, data["modes"], strict=True):
+            entry["agreement"] = mode.agreement
+            if mode.first is not None:
+                entry["first"] |= {"a_margin": mode.first.a_margin, "b_margin": mode.first.b_margin}
+        plain: dict[str, Any] = plain_numbers(data)
+        return plain
+
+
+def compare(
+    a: Recording,
+    b: Recording,
+    limits: Limits = FLOAT32_LIMITS,
+    engine: Engine | None = None,
+    floor: str | None = None,
+    command: str = "",
+) -> Parity:
+    """Compare two recordings; `engine` can rerun one side with deliberate faults to test guesses at a cause."""
+    common = common_part(a, b)
+    replay = replay_mode(common, a, limits)
+    modes = (free_mode("greedy", a, b, limits), free_mode("seeded", a, b, limits), replay)
+    stages = build_stages(a, b, common, replay, limits)
+    growth = error_growth(common, limits)
+    verdict = _overall(stages, modes, growth)
+    audio = None
+    if a.waveform is not None and b.waveform is not None and np.array_equal(a.replay_codes, b.replay_codes):
+        audio = measure_audio(a.waveform, b.waveform, a.sample_rate_hz)
+    cause = None if verdict.agrees else find_cause(a, b, common, stages, modes, audio, engine)
+    agreement: tuple[tuple[int, ...], ...] = ()
+    if common.source.startswith("replay") and common.frames:
+        n = common.frames
+        agreement = tuple(map(tuple, (common.a.codes[:n] == common.b.codes[:n]).astype(int).tolist()))
+    notes = [f"a: {n}" for n in a.notes] + [f"b: {n}" for n in b.notes] + _repeatability(a)
+    return Parity(
+        verdict,
+        _sentence(verdict, stages, modes, growth, cause, limits),
+        a.identity,
+        b.identity,
+        a.plan,
+        stages,
+        modes,
+        growth,
+        cause,
+        audio,
+        limits,
+        agreement,
+        floor,
+        command,
+        tuple(notes),
+    )
+
+
+def _overall(stages: tuple[Stage, ...], modes: tuple[Mode, ...], growth: Growth) -> Verdict:
+    """The worst of all; what is not measured counts only where nothing can be said without it."""
+    verdicts = [s.verdict for s in stages if s.verdict is not Verdict.NOT_MEASURED or s.name in REQUIRED]
+    verdicts += [m.verdict for m in modes if m.verdict is not Verdict.NOT_MEASURED]
+    verdicts += [growth.verdict] if growth.verdict is Verdict.DIVERGENT else []
+    if any(v is Verdict.DIVERGENT for v in verdicts):  # found apart: an error elsewhere does not hide it
+        return Verdict.DIVERGENT
+    return worst(verdicts)
+
+
+def _sentence(
+    verdict: Verdict,
+    stages: tuple[Stage, ...],
+    modes: tuple[Mode, ...],
+    growth: Growth,
+    cause: Cause | None,
+    limits: Limits,
+) -> str:
+    missing = [s.name for s in stages if s.verdict is Verdict.NOT_MEASURED]
+    missing += [f"{m.name} run" for m in modes if m.verdict is Verdict.NOT_MEASURED]
+    without = f" Not measured: {', '.join(missing)}." if missing else ""
+    found: tuple[Stage | Mode, ...] = (*stages, *modes)
+    bad = [x for x in found if x.verdict in (Verdict.DIVERGENT, Verdict.ERROR)]
+    if bad:
+        where = _place(bad[0])
+        place = "".join(f", {k} {where[k]}" for k in ("frame", "codebook") if where[k] is not None)
+        guess = f" Likely cause: {cause.text}." if cause is not None else ""
+        return f"The sides part at {where['name']}{place}: {bad[0].text}.{guess}{without}"
+    if growth.verdict is Verdict.DIVERGENT:
+        return f"All stages agree, but {growth.text}.{without}"
+    if verdict is Verdict.NOT_MEASURED:
+        return f"Nothing can be said.{without}"
+    if verdict is Verdict.NEAR_TIE:
+        tie = next(m for m in modes if m.verdict is Verdict.NEAR_TIE)
+        return (
+            f"The sides agree within {limits.source}; they part where two codes tie within {limits.tie_margin:g}: "
+            f"{tie.name}, {tie.first}.{without}"
+        )
+    exact = "to the bit" if verdict is Verdict.EXACT else f"within the tolerances of {limits.source}"
+    return f"The sides agree {exact}, in every code of every run.{without}"
+
+
+def _place(found: Stage | Mode) -> dict[str, Any]:
+    if isinstance(found, Stage):
+        return {"name": found.name, "frame": found.frame, "codebook": found.codebook, "text": found.text}
+    first = found.first
+    frame, codebook = (first.frame, first.codebook) if first is not None else (None, None)
+    return {"name": f"the {found.name} run", "frame": frame, "codebook": codebook, "text": found.text}
+
+
+def _repeatability(a: Recording) -> list[str]:
+    """A's replay of its own codes must choose them again."""
+    if "replay" not in a.traces or len(a.traces["replay"].codes) != len(a.replay_codes):
+        return []
+    again = a.traces["replay"].codes
+    own = a.traces["greedy"].codes[a.traces["greedy"].go_on]
+    if np.array_equal(a.replay_codes, own) and not np.array_equal(again, own):
+        return ["a does not repeat itself: the replay of its own codes chose others"]
+    return []
+
+
+def plain_numbers(value: Any) -> Any:
+    """The same data with numbers that strict JSON can hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: plain_numbers(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_numbers(v) for v in value]
+    return value
