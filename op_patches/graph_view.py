@@ -61,6 +61,7 @@ class GraphView:
     _inputs: set[str] = field(init=False)
     _uses: Counter[str] = field(init=False)
     _cache: dict[str, Array | None] = field(init=False)
+    _consumers: dict[str, list[NodeProto]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.nodes = list(self.proto.node)
@@ -105,7 +106,12 @@ class GraphView:
         return self._uses[name]
 
     def consumers(self, name: str) -> list[NodeProto]:
-        return [node for node in self.nodes if name in node.input]
+        if self._consumers is None:
+            self._consumers = {}
+            for node in self.nodes:
+                for read in dict.fromkeys(node.input):
+                    self._consumers.setdefault(read, []).append(node)
+        return self._consumers.get(name, [])
 
     def is_output(self, name: str) -> bool:
         return any(o.name == name for o in self.proto.output)

@@ -134,12 +134,14 @@ def _translate(node: NodeProto, view: GraphView, new: Builder) -> bool | Refusal
     if problem:
         return Refusal(f"{node.op_type} at opset {OPSET}: {problem}")
     if node.op_type in _REDUCES:
-        return _reduce(node, view, new)
-    if node.op_type == "Split" and not input_name(node, 1):
-        return _split(node, view, new)
-    if node.op_type == "Pad" and input_name(node, 3):
-        return _pad(node, view, new)
-    return _trim(node, view, new, now)
+        translate = _reduce
+    elif node.op_type == "Split" and not input_name(node, 1):
+        translate = _split
+    elif node.op_type == "Pad" and input_name(node, 3):
+        translate = _pad
+    else:
+        translate = _trim
+    return translate(node, view, new)
 
 
 def _schema(op_type: str, opset: int) -> onnx.defs.OpSchema | None:
@@ -195,10 +197,10 @@ def _pad(node: NodeProto, view: GraphView, new: Builder) -> bool | Refusal:
     return True
 
 
-def _trim(node: NodeProto, view: GraphView, new: Builder, now: onnx.defs.OpSchema) -> bool | Refusal:
+def _trim(node: NodeProto, view: GraphView, new: Builder) -> bool | Refusal:
     """Drop attributes that opset 17 lacks when they say nothing; refuse what it cannot say."""
-    old = _schema(node.op_type, OPSET)
-    if old is None:
+    old, now = _schema(node.op_type, OPSET), _schema(node.op_type, view.opset)
+    if old is None or now is None:
         return Refusal(f"{node.op_type} is younger than opset {OPSET}, and no lowering took it")
     problem = _inputs_problem(node, view, old) or _attributes_problem(node, old, now)
     if problem:

@@ -163,13 +163,18 @@ class Namer:
     """Gives names that the model does not use yet."""
 
     def __init__(self, model: ModelProto) -> None:
+        self._model = model
         self._taken: set[str] = set()
-        for graph in all_graphs(model.graph):
+
+    def _collect(self) -> None:
+        for graph in all_graphs(self._model.graph):
             self._taken.update(i.name for i in (*graph.input, *graph.output, *graph.initializer))
             for node in graph.node:
                 self._taken.update((node.name, *node.output, *node.input))
 
     def fresh(self, wish: str) -> str:
+        if not self._taken:
+            self._collect()
         name, number = wish, 2
         while name in self._taken:
             name, number = f"{wish}_{number}", number + 1

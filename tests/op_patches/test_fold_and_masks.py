@@ -6,7 +6,8 @@ import pytest
 from op_patches.evaluate import half_run, run_replacement
 
 CAUSAL = """g (float[B,T,8] x) => (float[B,T,T] y)
-<int64 zero = {0}, int64 one = {1}, int64[1] last = {-1}, int64[1] first = {0}, float lowest = {-3.4028235e38}, float o = {0}>
+<int64 zero = {0}, int64 one = {1}, int64[1] last = {-1}, int64[1] first = {0},
+ float lowest = {-3.4028235e38}, float o = {0}>
 { shape = Shape (x) t = Gather (shape, one) r = Range (zero, t, one) column = Unsqueeze (r, last)
   row = Unsqueeze (r, first) future = Greater (row, column) mask = Where (future, lowest, o)
   xt = Transpose <perm = [0, 2, 1]> (x) scores = MatMul (x, xt) masked = Add (scores, mask) y = Softmax (masked) }"""
@@ -119,11 +120,13 @@ def test_masks_stay_where_float32_stays(lower):
             "a graph output",
         ),
         (
-            "g (bool[B,4] c, float[B,4] s) => (float[B,4] y) <float m = {-1e9}> { z = Where (c, s, m) y = LogSoftmax (z) }",
+            "g (bool[B,4] c, float[B,4] s) => (float[B,4] y) <float m = {-1e9}>"
+            " { z = Where (c, s, m) y = LogSoftmax (z) }",
             "LogSoftmax",
         ),
         (
-            "g (float[B,4] f, float[B,4] s) => (float[B,4] y) <float m = {-1e9}> { z = Mul (f, m) w = Add (s, z) y = Softmax (w) }",
+            "g (float[B,4] f, float[B,4] s) => (float[B,4] y) <float m = {-1e9}>"
+            " { z = Mul (f, m) w = Add (s, z) y = Softmax (w) }",
             "0 or 1 is not proven",
         ),
     ],

@@ -127,7 +127,8 @@ def test_fused_conv(lower, activation):
 
 def test_fused_conv_with_a_sum_and_bounds(lower):
     graph = """g (float[1,2,8,8] x, float[3,2,3,3] w, float[3] b) => (float[1,3,6,6] y)
-    { y = com.microsoft.FusedConv <kernel_shape = [3,3], activation = "Clip", activation_params = [0.0, 1.0]> (x, w, b) }"""
+    { y = com.microsoft.FusedConv <kernel_shape = [3,3], activation = "Clip", activation_params = [0.0, 1.0]>
+      (x, w, b) }"""
     assert lower(graph, domains=MS).ops == ["Conv", "Clip"]
 
 

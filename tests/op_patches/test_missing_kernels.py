@@ -197,6 +197,10 @@ def test_int64_of_a_proven_range_is_narrowed(lower, op):
 UNPROVEN = {
     "CumSum": ("g (int64[4] x) => (int64[4] y) <int64 a = {0}> { y = CumSum (x, a) }", "no range of x"),
     "Div": ("g (int64[4] x) => (int64[4] y) <int64 d = {3}> { y = Div (x, d) }", "no range of x"),
+    "CumSum of int32": (
+        "g (int32[4] m) => (int64[4] y) <int64 a = {0}> { x = Cast <to = 7> (m) y = CumSum (x, a) }",
+        "result may leave int32",
+    ),
     "Pow": (
         "g (int32[4] m) => (int64[4] y) <int64 d = {5}> { x = Cast <to = 7> (m) y = Pow (x, d) }",
         "result may leave int32",

@@ -63,6 +63,12 @@ def test_pad_axes_become_full_pads(lower):
     assert len(result.model.graph.node[0].input) == 3
 
 
+def test_pads_of_several_axes_keep_their_sides(lower):
+    graph = """g (float[B,3,4] x) => (float[B,9,8] y) <int64[4] pads = {1, 2, 3, 4}, int64[2] axes = {2, 1}>
+    { y = Pad (x, pads, , axes) }"""
+    assert lower(graph, opset=18).count("opset") == 2
+
+
 def test_wrap_mode_is_refused(lower):
     graph = (
         """g (float[B,3] x) => (float[B,5] y) <int64[4] pads = {0, 1, 0, 1}> { y = Pad <mode = "wrap"> (x, pads) }"""
@@ -156,8 +162,9 @@ def test_attention_23_becomes_primitives(lower, attributes):
 
 
 def test_attention_23_with_a_mask_and_a_past(lower):
-    graph = """g (float[1,4,2,8] q, float[1,2,2,8] k, float[1,2,2,8] v, float[2,5] m, float[1,2,3,8] pk, float[1,2,3,8] pv)
-    => (float[1,4,2,8] y, float[1,2,5,8] nk, float[1,2,5,8] nv) { y, nk, nv = Attention (q, k, v, m, pk, pv) }"""
+    graph = """g (float[1,4,2,8] q, float[1,2,2,8] k, float[1,2,2,8] v, float[2,5] m,
+    float[1,2,3,8] pk, float[1,2,3,8] pv) => (float[1,4,2,8] y,
+    float[1,2,5,8] nk, float[1,2,5,8] nv) { y, nk, nv = Attention (q, k, v, m, pk, pv) }"""
     result = lower(graph, opset=23)
     assert version(result) == 17
     assert not result.report.remaining

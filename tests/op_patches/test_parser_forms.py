@@ -12,7 +12,8 @@ def test_transpose_without_perm_gets_the_reversed_axes(lower):
 
 
 def test_transpose_of_an_unknown_rank_is_refused(lower):
-    graph = "g (float[2,3] x, int64[K] s) => (float y) { z = Reshape (x, s) t = Transpose (z) y = ReduceSum <keepdims = 0> (t) }"
+    graph = """g (float[2,3] x, int64[K] s) => (float y)
+    { z = Reshape (x, s) t = Transpose (z) y = ReduceSum <keepdims = 0> (t) }"""
     assert "rank" in lower(graph, compare=False).refusal("transpose")
 
 
@@ -74,7 +75,8 @@ def test_computed_bounds_are_refused(lower):
 @pytest.mark.parametrize("keepdims", [0, 1])
 def test_the_last_extreme_is_the_first_of_the_reversed_axis(lower, op, keepdims):
     shape = "B,1" if keepdims else "B"
-    graph = f"g (float[B,6] x) => (int64[{shape}] y) {{ y = {op} <axis = 1, keepdims = {keepdims}, select_last_index = 1> (x) }}"
+    graph = f"""g (float[B,6] x) => (int64[{shape}] y)
+    {{ y = {op} <axis = 1, keepdims = {keepdims}, select_last_index = 1> (x) }}"""
     x = np.float32([[1, 3, 3, 0, 0, 2], [5, 5, 5, 5, 5, 5], [0, 1, 2, 3, 4, 5]])
     assert lower(graph, feeds={"x": x}).count("arg_extrema") == 1
 
