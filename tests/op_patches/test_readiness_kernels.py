@@ -75,6 +75,7 @@ def test_slice_and_top_k_leave_aicpu_when_their_parameters_are_constant() -> Non
     [
         ("1,4,8", "8,8", Engine.AICPU),  # unequal ranks
         ("2,4,8", "2,8,8", Engine.AICORE),  # the static vector form
+        ("2,4,8", "1,8,8", Engine.AICPU),  # batches that broadcast
         ("2,4,1", "2,1,8", Engine.AICPU),  # last axis 1
         ("4,8", "8,8", Engine.AICPU),  # rank 2
         ("N,4,8", "N,8,8", Engine.AICPU),  # not static

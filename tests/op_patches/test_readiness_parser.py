@@ -75,6 +75,8 @@ def test_a_node_without_domain_takes_the_only_opset_whatever_its_domain() -> Non
 
 def test_a_second_domain_is_refused_even_when_unused_but_not_with_explicit_domains() -> None:
     assert _codes(_model("g (float[2] x) => (float[2] y) { y = Neg (x) }", '"" : 17, "ai.onnx.ml" : 3')) == ["E16005"]
+    # The rules after it look the nodes up in the default domain, wherever opset_import lists it.
+    assert _codes(_model("g (float[2] x) => (float[2] y) { y = Neg (x) }", '"ai.onnx.ml" : 3, "" : 17')) == ["E16005"]
     explicit = _model("g (float[2] x) => (float[2] y) { y = ai.onnx.Neg (x) }", '"ai.onnx" : 17, "npu" : 1')
     assert _codes(explicit) == []
 
