@@ -154,6 +154,27 @@ def test_two_sessions_do_not_mix(rig: Rig) -> None:
             np.testing.assert_array_equal(two.run(b)["hidden"], alone[1])
 
 
+def test_two_sessions_run_at_once_in_two_threads(rig: Rig) -> None:
+    with rig.session() as one, rig.session() as two:  # type: ignore[attr-defined]
+        work = [(one, feeds_of(one)), (two, feeds_of(two, seed=1))]
+        expected = [session.run(feeds)["hidden"] for session, feeds in work]
+        found: list[list[Array]] = [[], []]
+
+        def run(index: int) -> None:
+            session, feeds = work[index]
+            found[index] = [session.run(feeds)["hidden"] for _ in range(10)]
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for values, value in zip(found, expected, strict=True):
+            assert len(values) == 10
+            for other in values:
+                np.testing.assert_array_equal(other, value)
+
+
 def test_a_session_works_from_any_thread(rig: Rig) -> None:
     with rig.session() as session:  # type: ignore[attr-defined]
         feeds = feeds_of(session)
