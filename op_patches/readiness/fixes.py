@@ -5,6 +5,7 @@ from __future__ import annotations
 Fix = tuple[str, str | None]
 
 _NO_KERNEL: dict[str, Fix] = {
+    "Cast": ("no engine holds one of the two types: choose float32, float16 or an integer type", None),
     "CastLike": ("use Cast with the known type", "cast_like"),
     "ConcatFromSequence": ("export without sequences: Concat the tensors", None),
     "CumSum": ("Cast to int32 or float32 first", None),
@@ -15,6 +16,7 @@ _NO_KERNEL: dict[str, Fix] = {
     "Where": ("select between int32 or float32 and Cast back, or use And/Or/Not", "where_bool"),
 }
 _AICPU: dict[str, Fix] = {
+    "Cast": ("keep to float32, float16, int32, int64 and bool", None),
     "CumSum": ("narrow to int32 when the range allows it", "narrow_int64"),
     "Div": ("narrow to int32 when the range allows it", "narrow_int64"),
     "Expand": ("add zeros of the wanted shape instead", "int64_kernels"),

@@ -25,6 +25,7 @@ GE_SOURCE = "hicann/ge v8.5.0 parser/parser/onnx"
 
 # Element types of onnx.proto that the parser maps: all up to bfloat16, and two of the float8 kinds.
 _PARSED_TYPES = {*range(1, 17), TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2}
+_OLDEST_CONVERTED = 8  # the opset lowering leaves older models alone
 _INT4_SINCE = Release.parse("9.2.0-beta.2")
 
 # What each operator without a plugin could be instead; the lowering that does it, if there is one.
@@ -160,7 +161,8 @@ def _not_registered(node: NodeProto, name: str, domain: str, opset: int, target:
     known = target.opsets(node.op_type, domain)
     lowering: str | None
     if known:
-        fix, lowering = f"the plugin knows {node.op_type} at opsets {known}: export at opset 17", "opset"
+        fix = f"the plugin knows {node.op_type} at opsets {known}: export at opset 17"
+        lowering = "opset" if opset >= _OLDEST_CONVERTED else None
     else:
         fix, lowering = _INSTEAD.get(node.op_type) or _without_plugin(node, model)
     return _refusal(
