@@ -114,7 +114,7 @@ def demo_page(demo: Demo) -> str:
     first, second = (demo.speeches[name] for name in DEMO_BACKENDS)
     frames = first.generation.num_frames
     if demo.agree:
-        text = f"ONNX Runtime and PyTorch agree in all {frames} frames; {demo.waveform.reason}."
+        text = f"ONNX Runtime and PyTorch agree in all {frames} frames; waveform: {demo.waveform.reason}."
     else:
         text = f"The backends differ. Codes: {demo.codes.reason}. Waveform: {demo.waveform.reason}."
     notice = [page.verdict("warn", f"Not a voice: {demo.manifest.notice}.")] if demo.manifest.notice else []

@@ -18,7 +18,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(-
 h1 { font-size: 1.5rem; margin: 0 0 .5rem } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 table { border-collapse: collapse; width: 100%; margin: .5rem 0 } caption { text-align: left; color: var(--dim) }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
-th { color: var(--dim); font-weight: 600 } td.number { text-align: right; font-variant-numeric: tabular-nums }
+th { color: var(--dim); font-weight: 600 } td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 code, pre { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere }
 pre { background: var(--card); padding: .6rem; overflow-x: auto; white-space: pre-wrap }
 .verdict { padding: .6rem .9rem; border-left: 5px solid var(--dim); background: var(--card); margin: 1rem 0 }
@@ -57,14 +57,21 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], caption: str
     """A table of plain values; numbers align right."""
 
     def cell(value: object) -> str:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = _is_number(value)
         text = f"{value:.4g}" if isinstance(value, float) else str(value)
         return f"<td class='number'>{escape(text)}</td>" if number else f"<td>{escape(text)}</td>"
 
-    top = "".join(f"<th>{escape(h)}</th>" for h in headers)
+    numeric = [bool(rows) and _is_number(rows[0][i]) for i in range(len(headers))]
+    top = "".join(
+        f"<th{' class=number' if right else ''}>{escape(h)}</th>" for h, right in zip(headers, numeric, strict=True)
+    )
     body = "\n".join("<tr>" + "".join(cell(v) for v in row) + "</tr>" for row in rows)
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     return f"<table>{title}<tr>{top}</tr>\n{body}</table>"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def waveform_plot(samples: npt.NDArray[np.float32], seconds: float, color: str = "var(--a)", columns: int = 900) -> str:
