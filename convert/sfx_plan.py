@@ -7,7 +7,7 @@ time), and RESERVE is an assumption: only a device knows. Nothing here allocates
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,13 @@ class SfxBuild:
         return f"{self.name}: {summary_line(self.readiness)}"
 
 
-def atc_builds(manifest: SfxManifest, target: Target) -> list[SfxBuild]:
-    """The ATC run of every exported graph; weights stay outside the .om, which then holds the graph alone."""
+def atc_builds(
+    manifest: SfxManifest, target: Target, files_by_graph: Mapping[str, Path] | None = None
+) -> list[SfxBuild]:
+    """The ATC run of every graph; weights stay outside the .om, which then holds the graph alone.
+
+    `files_by_graph`: what convert.sfx_patch.patch_parts returned; the exported files otherwise.
+    """
     if target.precision != "origin":
         raise AtcError(
             f"precision {target.precision}: these graphs say which values are {manifest.plan.dtype} and which float32; "
@@ -149,8 +154,9 @@ def atc_builds(manifest: SfxManifest, target: Target) -> list[SfxBuild]:
     for name, graph in manifest.graphs.items():
         spec, output = bound_spec(manifest, name), om_path(directory, target.soc, name)
         files = tuple(side_files(target, output.parent, name, "", ""))
-        argv = atc_command(spec, directory / graph.file, output.with_suffix(""), target, files)
-        report = check_model(directory / graph.file, target, {t.name: t.bound_shape for t in spec.inputs})
+        model = (files_by_graph or {}).get(name, directory / graph.file).resolve()
+        argv = atc_command(spec, model, output.with_suffix(""), target, files)
+        report = check_model(model, target, {t.name: t.bound_shape for t in spec.inputs})
         builds.append(SfxBuild(name, spec, (*argv, "--external_weight=1"), files, report))
     return builds
 

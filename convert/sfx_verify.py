@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runtime.backends.ort import OrtBackend
 from runtime.compare import FLOAT32_SAME_MATH, Tolerance, compare_tensors
-from runtime.errors import ExportError
+from runtime.errors import ExportError, PatchError
 from runtime.sampling import MASKED
 from runtime.spec import Array, GraphSpec, TensorSpec, numpy_dtype
 
@@ -60,6 +60,23 @@ def verify_part(
                 worst[tensor.name] = max(found.max_abs, worst.get(tensor.name, 0.0))
     ran = "onnx.reference" if tolerance is BFLOAT16 else "ONNX Runtime"
     return Verification(worst, f"torch = {ran} (largest difference {max(worst.values()):.1e})")
+
+
+def compare_files(
+    spec: GraphSpec, before: Path, after: Path, examples: Sequence[Mapping[str, int]], num_codes: int, seed: int = 0
+) -> None:
+    """PatchError unless two files of one graph answer the same feeds alike."""
+    rng = np.random.default_rng(seed)
+    tolerance = CODEC if spec.name.startswith("codec") else FLOAT32_SAME_MATH
+    with OrtBackend().open(spec, before) as original, OrtBackend().open(spec, after) as patched:
+        for axes in examples:
+            bound = spec.bind(**{name: axes[name] for name in spec.dynamic_axes()})
+            feeds = {t.name: _feed(t, num_codes, rng) for t in bound.inputs}
+            expected, got = original.run(feeds), patched.run(feeds)
+            for t in spec.outputs:
+                found = compare_tensors(t.name, expected[t.name], got[t.name], tolerance)
+                if not found.passed:
+                    raise PatchError(f"{spec.name}: the patched graph differs at {axes}: {found.name}: {found.reason}")
 
 
 def _feed(t: TensorSpec, num_codes: int, rng: np.random.Generator) -> Array:

@@ -35,10 +35,12 @@ def sfx_plan(
 ) -> None:
     """Plan the parts on a device. DIRECTORY: artifacts, a checkpoint (only config.json is read), or none: as published.
 
-    For artifacts, the sizes are those of the export, and the ATC runs are planned and checked too.
+    For artifacts, the sizes are those of the export, and the ATC runs are planned and checked too. --script first
+    lowers what the target does not take, as convert-moss patch does.
 
     Example: convert-moss sfx-plan --capacity 1024        convert-moss sfx-plan artifacts/sfx --script build_sfx.sh
     """
+    from convert.sfx_patch import patch_parts
     from convert.sfx_plan import DEFAULT_TARGET, GIB, atc_builds, atc_script, configs_of, memory_plan
     from op_patches.targets import Target
     from runtime.errors import AtcError
@@ -50,7 +52,10 @@ def sfx_plan(
     memory = memory_plan(config, codec_config, plan, int(hbm_gib * GIB))
     if manifest is None and (script is not None or target is not None):
         raise AtcError("--script and --target need an artifacts directory; run convert-moss sfx-export first")
-    builds = [] if manifest is None else atc_builds(manifest, Target.parse(target or DEFAULT_TARGET))
+    builds = []
+    if manifest is not None:
+        chosen = Target.parse(target or DEFAULT_TARGET)
+        builds = atc_builds(manifest, chosen, patch_parts(manifest, chosen) if script is not None else None)
     click.echo(json.dumps(_facts(memory, plan, builds)) if as_json else _text(memory, plan, builds))
     if script is not None:
         write_atomically(script, atc_script(builds))

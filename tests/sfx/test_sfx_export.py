@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from convert.cli import cli as convert_cli
 from convert.sfx_export import export_part, export_sfx
+from convert.sfx_patch import patch_parts
 from convert.sfx_plan import GIB, atc_builds, atc_script, configs_of, memory_plan, published_codec, published_config
 from convert.sfx_verify import REFERENCE_MAX_BYTES, TOO_LARGE, verify_part
 from op_patches.readiness.check import check_model
@@ -163,6 +164,20 @@ def test_the_graphs_are_ready_for_atc_without_a_finding(artifacts: Mapping[str, 
                 assert {e.value for e in build.readiness.engines} <= {"aicore", "local"}
 
 
+def test_lowerings_leave_the_language_model_alone_and_take_layer_norm_out_of_the_codec(
+    artifacts: Mapping[str, SfxManifest],
+) -> None:
+    for manifest in artifacts.values():
+        files = patch_parts(manifest, TARGET)
+        for build in atc_builds(manifest, TARGET, files):
+            if build.name == "codec_stream":
+                nodes = onnx.load(files[build.name], load_external_data=False).graph.node
+                assert "LayerNormalization" not in {n.op_type for n in nodes}
+                assert build.readiness.ready
+            else:
+                assert files[build.name] == manifest.directory / f"{build.name}.onnx"
+
+
 def test_half_precision_graphs_keep_float32_islands(artifacts: Mapping[str, SfxManifest]) -> None:
     manifest = artifacts["bfloat16"]
     model = onnx.load(manifest.directory / "block_0.onnx", load_external_data=False)
@@ -206,16 +221,16 @@ def test_the_script_runs_atc_once_per_graph(
     (tmp_path / "atc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     subprocess.run([script], check=True, capture_output=True)
-    assert [Path(line).name for line in log.read_text().splitlines()] == [
-        f"{name}.onnx" for name in artifacts["bfloat16"].graphs
-    ]
+    models = [Path(line).name for line in log.read_text().splitlines()]
+    assert models[:-1] == [f"{name}.onnx" for name in list(artifacts["bfloat16"].graphs)[:-1]]
+    assert models[-1] == "codec_stream.Ascend910B4-8.5-origin.onnx"
 
 
 @pytest.fixture(scope="module")
 def compiled(artifacts: Mapping[str, SfxManifest], tmp_path_factory: pytest.TempPathFactory) -> SfxManifest:
     """The float32 parts, compiled by the script with the fake atc."""
     manifest, root = artifacts["float32"], tmp_path_factory.mktemp("sfx_cann")
-    (root / "build.sh").write_text(atc_script(atc_builds(manifest, TARGET)))
+    (root / "build.sh").write_text(atc_script(atc_builds(manifest, TARGET, patch_parts(manifest, TARGET))))
     home = make_tree(root / "machine")
     environ = {**os.environ, "PATH": f"{home}/bin:{os.environ['PATH']}", "ASCEND_HOME_PATH": str(home)}
     done = subprocess.run(["bash", root / "build.sh"], env=environ, check=False, capture_output=True, text=True)
