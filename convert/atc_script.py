@@ -17,23 +17,23 @@ from runtime.errors import AtcError
 from runtime.manifest import write_atomically
 
 
-def write_script(plan: AtcPlan, name: str, path: Path) -> int:
+def write_script(plan: AtcPlan, path: Path) -> int:
     """Write the script that compiles what the plan compiles; return the number of graphs in it."""
     if not plan.to_compile:
         raise AtcError("there is nothing to compile: " + "; ".join(f"{j.name}: {j.state}, {j.why}" for j in plan.jobs))
     path = path.resolve()
-    write_atomically(path, build_script(plan, name, os.path.relpath(plan.directory, path.parent)))
+    write_atomically(path, build_script(plan, os.path.relpath(plan.directory, path.parent)))
     path.chmod(0o755)
     return len(plan.to_compile)
 
 
-def build_script(plan: AtcPlan, name: str, relative: str) -> str:
+def build_script(plan: AtcPlan, relative: str) -> str:
     """The text of the script; `relative` leads from the script's directory to the artifacts."""
     jobs = plan.to_compile
     inputs = {file: sha256 for job in jobs for file, sha256 in job.inputs.items() if not file.startswith("--")}
     files = {file.path: file.content for job in jobs for file in job.files}
     values = {
-        "NAME": name,
+        "NAME": plan.directory.name,
         "TARGET": str(plan.target),
         "RELATIVE": relative,
         "OUT": build_directory(plan.target),

@@ -104,9 +104,9 @@ def compile_stage(
     return run_plan(plan, manifest, environment, lambda line: progress(f"atc     {line}"), jobs, timeout_s)
 
 
-def script_stage(manifest: Manifest, plan: AtcPlan, path: Path) -> int:
+def script_stage(plan: AtcPlan, path: Path) -> int:
     """The last stage for a machine elsewhere; the number of graphs in the script."""
-    return write_script(plan, manifest.name, path) if plan.to_compile else 0
+    return write_script(plan, path) if plan.to_compile else 0
 
 
 def export_steps(request: BuildRequest) -> list[Step]:

@@ -73,7 +73,7 @@ def atc(
             force,
         )
         if dry_run or script is not None:
-            _show(plan, manifest, script, as_json)
+            _show(plan, script, as_json)
         else:
             assert environment is not None
             _compile(plan, manifest, environment, jobs, timeout_minutes * 60, as_json)
@@ -89,13 +89,13 @@ def _adopt(manifest: Manifest) -> None:
         click.echo("no new .om file with a record of the script", err=True)
 
 
-def _show(plan: AtcPlan, manifest: Manifest, script: Path | None, as_json: bool) -> None:
+def _show(plan: AtcPlan, script: Path | None, as_json: bool) -> None:
     from convert.atc_plan import plan_as_data
     from convert.atc_script import write_script
     from convert.atc_table import plan_lines
 
     if script is not None:
-        count = write_script(plan, manifest.name, script)
+        count = write_script(plan, script)
         click.echo(f"{script}: compiles {count} graphs; keep it in this place relative to the artifacts", err=True)
     click.echo(json.dumps(plan_as_data(plan), indent=1) if as_json else "\n".join(plan_lines(plan)))
 

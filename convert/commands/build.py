@@ -102,7 +102,7 @@ def _run(request: BuildRequest, script: Path | None, jobs: int, timeout_s: float
     environment = find_atc()
     manifest, plan = run_stages(request, progress, environment.compiler if environment else Compiler())
     if script is not None:
-        click.echo(f"{script}: compiles {script_stage(manifest, plan, script)} graphs", err=True)
+        click.echo(f"{script}: compiles {script_stage(plan, script)} graphs", err=True)
         return
     results = compile_stage(manifest, plan, environment or require_atc(), progress, jobs, timeout_s)
     if as_json:

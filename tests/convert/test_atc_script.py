@@ -39,7 +39,7 @@ def scripted(
     """Artifacts with a script beside them, moved to another place as if copied to another machine."""
     manifest = make_artifacts(directory / "host/artifacts")
     script = directory / "host/build_om.sh"
-    write_script(plan_atc(manifest, target, BUCKETS, graphs, keep), manifest.name, script)
+    write_script(plan_atc(manifest, target, BUCKETS, graphs, keep), script)
     shutil.move(directory / "host", directory / "box")
     return directory / "box/build_om.sh"
 
@@ -182,4 +182,4 @@ def test_a_plan_with_nothing_to_compile_makes_no_script(tmp_path: Path) -> None:
     manifest = make_artifacts(tmp_path / "a")
     plan = plan_atc(manifest, TARGET, BUCKETS, refusal=lambda *_: "no")
     with pytest.raises(AtcError, match="nothing to compile"):
-        write_script(plan, "a", tmp_path / "x.sh")
+        write_script(plan, tmp_path / "x.sh")
