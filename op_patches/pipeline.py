@@ -18,6 +18,7 @@ from op_patches.bool_data import BOOL_DATA
 from op_patches.cast_like import CAST_LIKE
 from op_patches.clip import CLIP
 from op_patches.constant import CONSTANT, SPARSE_INITIALIZER
+from op_patches.constant_of_shape import CONSTANT_OF_SHAPE
 from op_patches.dropout import DROPOUT
 from op_patches.einsum import EINSUM
 from op_patches.finite_masks import FINITE_MASKS
@@ -39,6 +40,7 @@ from op_patches.model_rules import DEAD_NODES, LOCAL_FUNCTIONS, NODE_ORDER, OPSE
 from op_patches.names import NAMES
 from op_patches.narrow_int64 import NARROW_INT64
 from op_patches.opset import OPSET_17
+from op_patches.reduce_noop import REDUCE_NOOP
 from op_patches.report import LoweringReport, RuleReport
 from op_patches.rewriter import Rule, Run, copy_model, remove_dead_nodes
 from op_patches.rms_norm import RMS_NORM
@@ -98,7 +100,7 @@ def steps_for(target: Target, options: Options | None = None) -> tuple[Step, ...
         Step((OPSET_17,), "now every operator exists at 17; the rules below write opset 13 … 17"),
         Step((SHAPE_SLICE, CAST_LIKE, TRILU, EINSUM), "operators that parse but have no kernel"),
         Step((FOLD_CONSTANTS,), "their masks and shapes become constants"),
-        Step((SLICE_BOUNDS, GATHER_ND, ARG_EXTREMA, VARIADIC), "operators whose plugin refuses or misreads a form"),
+        Step(_MISREAD, "operators whose plugin refuses or misreads a form"),
         Step((SCATTER, top_k(always=options.top_k == "rank"), IS_NAN), "operators whose kernel is on AICPU"),
         Step((INT64_KERNELS,), "exact for every value, so it comes before the rule that needs a proven range"),
         Step((NARROW_INT64, BOOL_DATA, WHERE_BOOL), "types without a kernel, also in what the rules above wrote"),
@@ -121,6 +123,15 @@ _FOREIGN: tuple[Rule, ...] = (
     RMS_NORM,
     SKIP_LAYER_NORM,
     ROTARY_EMBEDDING,
+)
+
+_MISREAD: tuple[Rule, ...] = (
+    SLICE_BOUNDS,
+    GATHER_ND,
+    ARG_EXTREMA,
+    VARIADIC,
+    REDUCE_NOOP,
+    CONSTANT_OF_SHAPE,
 )
 
 _LAYER_NORM_WHY = (

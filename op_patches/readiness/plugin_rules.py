@@ -91,7 +91,7 @@ def _constant_of_shape(node: NodeProto, attrs: Attributes, view: GraphView) -> R
         "plugin.constant-of-shape-value",
         f"value of element type {value.data_type} in typed fields is not supported",
         "store the value as raw_data (onnx.numpy_helper.from_array does)",
-        lowering="fold_constants",
+        lowering="constant_of_shape",
         certainty=Certainty.SOURCE,
     )
 

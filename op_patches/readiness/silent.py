@@ -192,6 +192,7 @@ def _reduce(node: NodeProto, name: str, view: GraphView, target: Target) -> Iter
     attrs = attributes(node)
     axes_input = input_name(node, 1)
     keeps_all = bool(attrs.get("noop_with_empty_axes", 0))
+    is_sum = node.op_type == "ReduceSum"
     fixed = _REDUCE_AXES_FIXED.get(node.op_type)
     if fixed is not None and view.opset >= 18 and axes_input and target.release < fixed:
         yield _loss(
@@ -213,7 +214,7 @@ def _reduce(node: NodeProto, name: str, view: GraphView, target: Target) -> Iter
             node.op_type,
             "noop_with_empty_axes=1 is ignored: everything is reduced instead of nothing",
             "replace the node by Identity",
-            lowering="opset",
+            lowering="reduce_noop" if is_sum else "opset",
             certainty=Certainty.SOURCE,
         )
     else:

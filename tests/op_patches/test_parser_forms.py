@@ -187,3 +187,26 @@ def test_einsum_says_what_it_does_not_write(lower, equation, inputs, reason):
     names = ", ".join(part.split()[-1] for part in inputs.split(", "))
     graph = f'g ({inputs}) => (float y) {{ y = Einsum <equation = "{equation}"> ({names}) }}'
     assert reason in lower(graph, compare=False).refusal("einsum")
+
+
+def test_a_sum_over_no_axes_is_the_identity(lower):
+    graph = "g (float[B,4] x) => (float[B,4] y) { y = ReduceSum <noop_with_empty_axes = 1> (x) }"
+    assert lower(graph).ops == ["Identity"]
+
+
+def test_a_sum_over_axes_keeps_them_whatever_the_attribute_says(lower):
+    graph = """g (float[B,4] x) => (float[B,1] y) <int64[1] a = {1}>
+    { y = ReduceSum <noop_with_empty_axes = 1> (x, a) }"""
+    assert lower(graph).ops == ["ReduceSum"]
+
+
+def test_a_sum_over_computed_axes_is_refused(lower):
+    graph = "g (float[B,4] x, int64[N] a) => (float[B,1] y) { y = ReduceSum <noop_with_empty_axes = 1> (x, a) }"
+    assert "run time only" in lower(graph, compare=False).refusal("reduce_noop")
+
+
+def test_a_fill_value_in_typed_fields_becomes_raw_data(lower):
+    graph = "g (int64[2] s) => (bool[A,B] y) { y = ConstantOfShape <value = bool[1] {1}> (s) }"
+    result = lower(graph, feeds={"s": np.int64([2, 3])})
+    assert result.count("constant_of_shape") == 1
+    assert result.model.graph.node[0].attribute[0].t.HasField("raw_data")
