@@ -59,8 +59,8 @@ def describe_run(frame_model: FrameModel, backend: Backend) -> list[str]:
     """For `--stats`: which backend ran each graph, and on OM what moved per frame."""
     from runtime.backends.cann_provider import CannBackend
 
-    if isinstance(frame_model, OmFrameModel):
-        return [*frame_model.stats.lines(), *(f"opened: {line}" for line in backend.opened)]  # type: ignore[attr-defined]
+    if isinstance(frame_model, OmFrameModel) and isinstance(backend, OmBackend):
+        return [*frame_model.stats.lines(), *(f"opened: {line}" for line in backend.opened)]
     if isinstance(backend, CannBackend):
         return [str(placement) for placement in backend.placements.values()]
     return [f"every graph: {backend.name}"]

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,23 @@ Answer = tuple[str, dict[str, Any]]
 
 
 def run_selftest(
-    manifest: Manifest, options: BackendOptions, report: Callable[[Outcome], None], say: Callable[[str], None]
+    manifest: Manifest,
+    options: BackendOptions,
+    report: Callable[[Outcome], None],
+    say: Callable[[str], None],
+    only: Sequence[str] = (),
 ) -> SelfTestReport:
-    """Run every step on one device; steps whose ground is missing are not measured and say why."""
+    """Run every step on one device, or only some (and `device`, which they stand on).
+
+    Steps whose ground is missing are not measured and say why.
+    """
     bench = _Bench(manifest, options, say)
+    steps = bench.steps()
+    unknown = set(only) - {step.name for step in steps}
+    if unknown:
+        raise BackendError(f"no step {', '.join(sorted(unknown))}; steps: {', '.join(step.name for step in steps)}")
     try:
-        outcomes = run_steps(bench.steps(), report)
+        outcomes = run_steps([s for s in steps if not only or s.name in (*only, "device")], report)
         simulated = options.simulate or (bench.backend is not None and bench.backend.device.acl.simulated)
         environment = describe_environment()
         if bench.backend is not None:
@@ -101,10 +112,13 @@ class _Bench:
         result = _our_command("convert.cli", "doctor", "--cann", "--json")
         if result.returncode == 3:
             raise NotMeasured("convert-moss doctor --cann: no CANN on this machine")
-        findings = json.loads(result.stdout) if result.stdout.strip().startswith(("{", "[")) else result.stdout
-        if result.returncode != 0:
+        if result.returncode not in (0, 1) or not result.stdout.startswith("{"):
             raise BackendError(f"convert-moss doctor --cann exits {result.returncode}: {_last_line(result)}")
-        return "convert-moss doctor --cann finds nothing wrong", {"findings": findings}
+        figures = json.loads(result.stdout)
+        faults = [f"{f['topic']}: {f['message']}" for f in figures["findings"] if f["severity"] == "fault"]
+        if faults:
+            raise BackendError("; ".join(faults))
+        return f"convert-moss doctor --cann: {len(figures['findings'])} findings, no fault", figures
 
     def atc_exit(self) -> Answer:
         """A SoC that does not exist: atc must exit non-zero and say so on stdout."""

@@ -217,7 +217,7 @@ class Acl:
             described = self._get("get_cann_version", CANN_PACKAGE)
         except BackendError:
             return "unknown"
-        return str(described.get("version") or "unknown")
+        return str(described.get("version") or "unknown") if isinstance(described, dict) else "unknown"
 
     def set_device(self, device: int) -> None:
         self._run("rt.set_device", device)

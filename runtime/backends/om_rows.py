@@ -74,7 +74,6 @@ def prove_2d_copy(device: OmDevice) -> str:
         pinned.data[: source.nbytes] = source.reshape(-1)
         stream.upload(from_, pinned, source.nbytes)
         try:
-            # One row less than a whole pitch fits behind the column: three full rows and the fourth.
             stream.copy_rows(PitchedRows(to + 64, 192), PitchedRows(from_, 128), 64, 4)
             stream.download(pinned, to, expected.nbytes, offset=source.nbytes)
             stream.synchronize()

@@ -158,10 +158,12 @@ def test_the_self_test_finds_a_graph_that_computes_something_else(artifacts: Pat
     raw = np.fromfile(other / "weights.bin", np.float32)
     raw[: len(raw) // 2] *= np.float32(1.01)
     raw.tofile(other / "weights.bin")  # the fake .om files still point at the old directory
-    result = run_om("selftest", "--artifacts", other, "--simulate", "--out", tmp_path)
+    result = run_om("selftest", "--artifacts", other, "--simulate", "--out", tmp_path, "--only", "graphs,repeat")
+    assert run_om("selftest", "--artifacts", other, "--simulate", "--only", "grafs").exit_code == 1
     report = json.loads((tmp_path / "selftest.json").read_text())
     steps = {step["name"]: step for step in report["steps"]}
     assert result.exit_code == 1
+    assert list(steps) == ["device", "graphs", "repeat"]
     assert steps["graphs"]["verdict"] == "fail"
     assert "allowed" in steps["graphs"]["detail"]
     assert steps["repeat"]["verdict"] == "pass"
