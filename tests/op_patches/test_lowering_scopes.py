@@ -80,3 +80,23 @@ def test_a_model_that_the_checker_refuses_before_and_after_says_so():
     text = """<ir_version: 9, opset_import: ["": 17]> g (float[4] x) => (float[5] y) { ["n"] y = Neg (x) }"""
     _, report = apply_lowerings(onnx.parser.parse_model(text), Target.parse("910B4"))
     assert any("ONNX checker" in line for line in report.remaining)
+
+
+def test_what_onnx_runtimes_own_optimizer_writes_is_lowered(lower, tmp_path):
+    import onnxruntime
+
+    text = """<ir_version: 9, opset_import: ["": 17]>
+    g (float[2,4,8] x, float[8] s) => (float[2,4,4] y)
+    <float three = {3}, float c = {0.044715}, float k = {0.7978845608}, float one = {1}, float half = {0.5}>
+    { n = LayerNormalization (x, s) p = Pow (n, three) q = Mul (p, c) r = Add (n, q) t = Mul (r, k) u = Tanh (t)
+      v = Add (u, one) w = Mul (n, half) z = Mul (w, v) zt = Transpose <perm = [0, 2, 1]> (z) y = MatMul (n, zt) }"""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(onnx.parser.parse_model(text).SerializeToString(), options)
+    optimized = onnx.load(tmp_path / "optimized.onnx")
+    assert {n.op_type for n in optimized.graph.node if n.domain == "com.microsoft"} == {"FastGelu", "FusedMatMul"}
+    result = lower(optimized)
+    assert result.count("gelu") == result.count("fused_matmul") == 1
+    assert [o.domain for o in result.model.opset_import] == [""]
+    assert not result.report.remaining
