@@ -26,7 +26,7 @@ def test_no_package_imports_one_to_its_left(package):
 
 
 @pytest.mark.parametrize(
-    "module", ["runtime", "runtime.graphs", "runtime.sampling", "runtime.manifest", "runtime.codec"]
+    "module", ["runtime", "runtime.graphs", "runtime.sampling", "runtime.manifest", "runtime.codec", "runtime.assembly"]
 )
 def test_the_core_imports_with_numpy_alone(module):
     blocked = f"import sys; sys.modules.update(dict.fromkeys({HEAVY!r})); import {module}"
