@@ -17,11 +17,10 @@ from runtime.commands.sfx_options import (
     text_options,
 )
 from runtime.errors import CheckpointError
+from runtime.parity import plain_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from runtime.sfx.accuracy import Report, Stage
+    from runtime.sfx.accuracy import Report
 
 
 @click.command("sfx-accuracy")
@@ -39,11 +38,13 @@ def sfx_accuracy(
     """Compare a backend with PyTorch float32 on the CPU: hidden states, best candidates, distributions, codec.
 
     The reference is opened from --checkpoint and --codec; what is compared is the same on --device and --dtype, or
-    --artifacts. Both read the rows that the reference generated. Exit code 1 when a stage fails.
+    --artifacts. Both read the rows that the reference generated.
+
+    Exit code: 0 agreement, 1 divergence, 2 nothing was measured.
 
     Example: run-om sfx-accuracy --checkpoint DIR --codec DIR --device npu --dtype bfloat16
     """
-    from runtime.sfx.accuracy import Verdict, measure_accuracy
+    from runtime.sfx.accuracy import measure_accuracy
     from runtime.sfx.sound_effects import SoundEffects
 
     checkpoint, codec = options["checkpoint"], options["codec"]
@@ -63,29 +64,19 @@ def sfx_accuracy(
         max_new_tokens,
     )
     click.echo(json.dumps(_facts(report)) if as_json else _table(report))
-    if report.verdict is Verdict.FAILED:
-        context.exit(1)
+    context.exit(report.verdict.exit_code)
 
 
 def _facts(report: Report) -> dict[str, Any]:
-    stages = [dataclasses.asdict(s) | {"verdict": s.verdict.name.lower()} for s in report.stages]
-    return {
-        "reference": report.reference,
-        "other": report.other,
-        "num_rows": report.num_rows,
-        "limits": dataclasses.asdict(report.limits),
-        "stages": stages,
-        "verdict": report.verdict.name.lower(),
-    }
+    facts: dict[str, Any] = plain_numbers(dataclasses.asdict(report))
+    return facts | {"verdict": report.verdict.value, "exit_code": report.verdict.exit_code}
 
 
 def _table(report: Report) -> str:
-    stages: Sequence[Stage] = report.stages
-    width = max(len(s.name) for s in stages)
-    value = max(len(s.value) for s in stages)
+    wide = max(len(s.name) for s in report.stages), max(len(s.verdict.value) for s in report.stages)
     lines = [
         f"{report.other} against {report.reference}: both read {report.num_rows} rows; limits: {report.limits.reason}",
-        *(f"{s.name:<{width}}  {s.value:<{value}}  {s.limit:<24}{s.verdict.value}" for s in stages),
+        *(f"{s.name:<{wide[0]}}  {s.verdict.value:<{wide[1]}}  {s.text}" for s in report.stages),
         f"verdict: {report.verdict.value}",
     ]
     return "\n".join(lines)

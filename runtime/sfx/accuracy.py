@@ -1,20 +1,22 @@
 """Two backends on the same rows, stage by stage: how far apart, and is that what the precision explains.
 
 The reference generates; then both read the same rows ("teacher forcing"), so that one different code does not fork the
-rest. Until runtime/parity.py knows this model, the stages and verdicts are made here, from the same rules: NaN fails,
-comparing nothing fails, what was not measured is not passed.
+rest. Stages and verdicts are those of the parity tool (runtime/parity_verdict.py): NaN is divergent, what was not
+measured has not passed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
+from runtime.compare import measure
+from runtime.compare_audio import measure_audio
 from runtime.errors import ParityError
+from runtime.parity_verdict import Stage, Verdict, worst
 from runtime.sfx.codec import Decoding, decode
 from runtime.sfx.config import SfxConfig
 from runtime.sfx.delay import DelayState, TextChoice, segments
@@ -25,12 +27,7 @@ from runtime.sfx.sound_effects import SoundEffects
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
-
-
-class Verdict(Enum):
-    PASSED = "passed"
-    FAILED = "FAILED"
-    NOT_MEASURED = "not measured"
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +49,6 @@ LIMITS = {
     "float16": Limits(0.9999, 0.99, 0.02, 1e-2, 40.0, "float16: 11 bits"),
     "bfloat16": Limits(0.999, 0.95, 0.1, 5e-2, 30.0, "bfloat16: 8 bits"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One line of the report."""
-
-    name: str
-    value: str
-    limit: str
-    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +76,31 @@ def compare_traces(
     """Hidden states, best candidates, and the distributions that codes are drawn from."""
     if reference.hidden.shape != other.hidden.shape or not len(reference.hidden):
         raise ParityError(f"traces of {reference.hidden.shape} and {other.hidden.shape} cannot be compared")
-    stages = [
-        _hidden("hidden after the prompt", reference.hidden[:1], other.hidden[:1], limits),
-        _hidden("hidden after each row", reference.hidden[1:], other.hidden[1:], limits),
+    replay = _Replay(config, prompt, rows)
+    inside = np.array([c is TextChoice.INSIDE for c in replay.text_choices])
+    return [
+        _hidden("prefill hidden", reference.hidden[:1], other.hidden[:1], limits),
+        _hidden("step hidden", reference.hidden[1:], other.hidden[1:], limits),
+        _top_1("slot logits", reference.slots, other.slots, inside, limits),
+        *(
+            _top_1(f"codebook {book}", reference.codes[:, book], other.codes[:, book], used, limits, book)
+            for book, used in enumerate(replay.sampled.T)
+        ),
+        _divergence(reference, other, replay, sampling, limits),
     ]
-    states = _Replay(config, prompt, rows)
-    inside = np.array([c is TextChoice.INSIDE for c in states.text_choices])
-    stages.append(_top_1("slot", reference.slots[inside], other.slots[inside], limits))
-    for book in range(config.n_vq):
-        used = states.sampled[:, book]
-        stages.append(_top_1(f"codebook {book}", reference.codes[used, book], other.codes[used, book], limits))
-    stages.append(_divergence(reference, other, states, sampling, limits))
-    return stages
 
 
-def compare_waveforms(reference: Floats, other: Floats, limits: Limits) -> Stage:
-    """The codec on the same codes, as a signal-to-noise ratio."""
-    if reference.shape != other.shape or not reference.size:
-        return Stage("codec SNR", f"{other.shape} against {reference.shape}", "", Verdict.FAILED)
-    noise = np.square(reference.astype(np.float64) - other).sum()
-    signal = np.square(reference.astype(np.float64)).sum()
-    snr = np.inf if noise == 0 else 10 * np.log10(signal / noise)
-    worst = np.abs(reference - other).max()
-    value = f"{snr:.1f} dB, max |difference| {worst:.2e}"
-    return Stage("codec SNR", value, f">= {limits.snr_db:g} dB", _verdict(snr >= limits.snr_db, noise, signal))
+def compare_waveforms(reference: Floats, other: Floats, sample_rate_hz: int, limits: Limits) -> Stage:
+    """The codec on the same codes [1, N], as a signal-to-noise ratio."""
+    if reference.shape != other.shape or not np.isfinite(other).all():
+        return Stage("waveform", Verdict.DIVERGENT, f"{other.shape} against {reference.shape} samples, or not finite")
+    if np.array_equal(reference, other):
+        return Stage("waveform", Verdict.EXACT, f"{reference.size} samples are equal", measure(reference, other))
+    snr = measure_audio(reference, other, sample_rate_hz).snr_db
+    if snr is None:
+        return Stage("waveform", Verdict.NOT_MEASURED, "the reference is silent")
+    text = f"SNR {snr:.1f} dB, at least {limits.snr_db:g} expected"
+    return Stage("waveform", _within(snr >= limits.snr_db), text, measure(reference, other))
 
 
 class _Replay:
@@ -137,62 +125,75 @@ class _Replay:
 
 def _hidden(name: str, reference: Floats, other: Floats, limits: Limits) -> Stage:
     if not len(reference):
-        return Stage(name, "no rows", "", Verdict.NOT_MEASURED)
+        return Stage(name, Verdict.NOT_MEASURED, "no rows")
+    metrics = measure(reference, other)
+    if np.array_equal(reference, other):
+        return Stage(name, Verdict.EXACT, f"{len(reference)} states are equal", metrics)
     a, b = reference.astype(np.float64), other.astype(np.float64)
     cosine = (a * b).sum(-1) / np.maximum(np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1), 1e-30)
-    worst = np.abs(a - b).max()
-    value = f"cosine {cosine.min():.7f}, max |difference| {worst:.2e} of {np.abs(a).max():.1f}"
-    return Stage(name, value, f"cosine >= {limits.cosine:g}", _verdict(cosine.min() >= limits.cosine, worst))
+    low = int(np.argmin(np.nan_to_num(cosine, nan=-2.0)))
+    text = (
+        f"lowest cosine {cosine[low]:.7f}, at least {limits.cosine:g} expected; max |difference| {metrics.max_abs:.2e}"
+    )
+    return Stage(name, _within(cosine[low] >= limits.cosine, other), text, metrics, frame=low)
 
 
-def _top_1(name: str, reference: Floats, other: Floats, limits: Limits) -> Stage:
-    """Equal best candidates; a mismatch counts only where the reference was sure by more than the margin."""
-    name = f"top-1 {name}"
-    if not len(reference):
-        return Stage(name, "never sampled", "", Verdict.NOT_MEASURED)
-    best, second = np.sort(reference, axis=-1)[:, [-1, -2]].T
-    equal = reference.argmax(-1) == other.argmax(-1)
-    sure = best - second > limits.margin
-    share = float((equal | ~sure).mean())
-    first = "" if equal.all() else f", first difference at its row {int(np.flatnonzero(~equal)[0])}"
-    value = f"{int(equal.sum())} of {len(equal)} equal, {int((~equal & ~sure).sum())} close calls differ{first}"
-    return Stage(name, value, f">= {limits.top_1:.0%} beyond {limits.margin:g}", _verdict(share >= limits.top_1, other))
+def _top_1(
+    name: str, reference: Floats, other: Floats, used: Bools, limits: Limits, codebook: int | None = None
+) -> Stage:
+    """Equal best candidates of the rows that were used; one that led by less than the margin is a near tie."""
+    if not used.any():
+        return Stage(name, Verdict.NOT_MEASURED, "never sampled", codebook=codebook)
+    a, b = reference[used], other[used]
+    best, second = np.sort(a, axis=-1)[:, [-1, -2]].T
+    equal = a.argmax(-1) == b.argmax(-1)
+    sure = ~equal & (best - second > limits.margin)
+    share = 1 - float(sure.mean())
+    text = f"{int(equal.sum())} of {len(equal)} best candidates equal"
+    if not equal.all():
+        text += f", {int(sure.sum())} of the others led by more than {limits.margin:g}; {limits.top_1:.0%} expected"
+    verdict = Verdict.EXACT if equal.all() else Verdict.WITHIN_TOLERANCE if sure.any() else Verdict.NEAR_TIE
+    if share < limits.top_1 or not np.isfinite(b).all():
+        verdict = Verdict.DIVERGENT
+    first = None if equal.all() else int(np.flatnonzero(used)[~equal][0])
+    return Stage(name, verdict, text, measure(a, b), frame=first, codebook=codebook)
 
 
-def _divergence(reference: Trace, other: Trace, states: _Replay, sampling: SfxSampling, limits: Limits) -> Stage:
+def _divergence(reference: Trace, other: Trace, replay: _Replay, sampling: SfxSampling, limits: Limits) -> Stage:
     """KL(reference || other) on the candidates that the reference's filters keep."""
     if sampling.temperature == 0:
-        return Stage("KL of sampled codes", "greedy decoding draws nothing", "", Verdict.NOT_MEASURED)
+        return Stage("distributions", Verdict.NOT_MEASURED, "greedy decoding draws nothing")
     found = []
-    for i, books in enumerate(states.sampled):
+    for i, books in enumerate(replay.sampled):
         if not books.any():
             continue
-        seen = states.seen[i].penalised(0, sampling.penalty_scope)[books]
+        seen = replay.seen[i].penalised(0, sampling.penalty_scope)[books]
         p = probabilities(code_scores(reference.codes[i, books], seen, sampling), sampling.top_k, sampling.top_p)
         scores = code_scores(other.codes[i, books], seen, sampling)
         scores[p == 0] = -np.inf
         q = probabilities(scores, scores.shape[-1], 1.0)
         kept = p > 0
+        p, q = (x.astype(np.float64) / x.sum(-1, keepdims=True, dtype=np.float64) for x in (p, q))
         ratio = np.log(p, where=kept, out=np.zeros_like(p)) - np.log(q, where=kept, out=np.zeros_like(q))
         found.append((p * ratio).sum(-1))
     if not found:
-        return Stage("KL of sampled codes", "no codes", "", Verdict.NOT_MEASURED)
+        return Stage("distributions", Verdict.NOT_MEASURED, "no codes")
     kl = np.concatenate(found)
-    value = f"mean {kl.mean():.2e}, largest {kl.max():.2e} nats over {len(kl)} distributions"
-    return Stage("KL of sampled codes", value, f"mean <= {limits.kl:g}", _verdict(kl.mean() <= limits.kl, kl))
+    text = (
+        f"KL mean {kl.mean():.2e}, largest {kl.max():.2e} nats over {len(kl)} distributions; a mean of at most "
+        f"{limits.kl:g} expected"
+    )
+    return Stage("distributions", Verdict.EXACT if not kl.any() else _within(kl.mean() <= limits.kl, kl), text)
 
 
-def _verdict(held: bool, *must_be_finite: npt.ArrayLike) -> Verdict:
+def _within(held: bool | np.bool_, *must_be_finite: npt.ArrayLike) -> Verdict:
     finite = all(np.isfinite(np.asarray(x)).all() for x in must_be_finite)
-    return Verdict.PASSED if held and finite else Verdict.FAILED
+    return Verdict.WITHIN_TOLERANCE if held and finite else Verdict.DIVERGENT
 
 
 def overall(stages: Sequence[Stage]) -> Verdict:
-    """FAILED when one stage failed, PASSED when all that were measured passed, and something was."""
-    verdicts = {s.verdict for s in stages}
-    if Verdict.FAILED in verdicts:
-        return Verdict.FAILED
-    return Verdict.PASSED if Verdict.PASSED in verdicts else Verdict.NOT_MEASURED
+    """The worst of what was measured; NOT_MEASURED when nothing was."""
+    return worst(s.verdict for s in stages if s.verdict is not Verdict.NOT_MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +231,12 @@ def measure_accuracy(
         limits = LIMITS[other_name.rpartition(" ")[2]]
         stages = compare_traces(reference, other, rows, run.rows, effects.model.config, sampling, limits)
         if not codes:
-            stages.append(Stage("codec SNR", "no complete frame", "", Verdict.NOT_MEASURED))
+            stages.append(Stage("waveform", Verdict.NOT_MEASURED, "no complete frame"))
         elif effects.codec_name == codec_name:
-            stages.append(Stage("codec SNR", f"both run {codec_name}", "", Verdict.NOT_MEASURED))
+            stages.append(Stage("waveform", Verdict.NOT_MEASURED, f"both run {codec_name}"))
         else:
             again = [decode(effects.codec, c, Decoding.UPSTREAM) for c in codes]
+            rate = effects.codec.config.sample_rate_hz
             # The codec is float32 whatever the language model is.
-            stages.append(compare_waveforms(np.hstack(waveforms), np.hstack(again), LIMITS["float32"]))
+            stages.append(compare_waveforms(np.hstack(waveforms), np.hstack(again), rate, LIMITS["float32"]))
     return Report(reference_name, other_name, len(run.rows), limits, tuple(stages))

@@ -13,11 +13,10 @@ from click.testing import CliRunner
 
 from runtime.cli import cli
 from runtime.errors import ParityError
+from runtime.parity_verdict import Stage, Verdict
 from runtime.sfx.accuracy import (
     LIMITS,
-    Stage,
     Trace,
-    Verdict,
     compare_traces,
     compare_waveforms,
     overall,
@@ -48,8 +47,8 @@ def test_a_model_against_itself_passes(
 ) -> None:  # fmt: skip
     stages = stages_of(reference, reference, golden, config)
     assert len(stages) == 2 + 1 + 16 + 1
-    assert {s.verdict for s in stages.values()} == {Verdict.PASSED}
-    assert stages["top-1 codebook 15"].value.startswith("24 of 24 equal")  # it starts 15 rows after codebook 0
+    assert {s.verdict for s in stages.values()} == {Verdict.EXACT}
+    assert stages["codebook 15"].text.startswith("24 of 24 best candidates")  # it starts 15 rows after codebook 0
 
 
 @pytest.mark.parametrize("noise", [1e-2, np.nan])
@@ -59,8 +58,8 @@ def test_other_hidden_states_fail(
     hidden = reference.hidden.copy()
     hidden[5] += noise * np.arange(16)
     stages = stages_of(reference, dataclasses.replace(reference, hidden=hidden), golden, config)
-    assert stages["hidden after the prompt"].verdict is Verdict.PASSED
-    assert stages["hidden after each row"].verdict is Verdict.FAILED
+    assert stages["prefill hidden"].verdict is Verdict.EXACT
+    assert stages["step hidden"].verdict is Verdict.DIVERGENT
 
 
 def test_nan_fails_whatever_the_limits_allow(
@@ -69,7 +68,7 @@ def test_nan_fails_whatever_the_limits_allow(
     codes = reference.codes.copy()
     codes[20, 3, 5] = np.nan  # one row of 36: within the 5 % that bfloat16 may differ
     stages = stages_of(reference, dataclasses.replace(reference, codes=codes), golden, config, "bfloat16")
-    assert stages["top-1 codebook 3"].verdict is Verdict.FAILED
+    assert stages["codebook 3"].verdict is Verdict.DIVERGENT
 
 
 def test_another_best_code_fails_its_codebook_and_the_divergence(
@@ -78,9 +77,10 @@ def test_another_best_code_fails_its_codebook_and_the_divergence(
     codes = reference.codes.copy()
     codes[20, 3, np.argsort(codes[20, 3])[-2]] += 10
     stages = stages_of(reference, dataclasses.replace(reference, codes=codes), golden, config)
-    assert stages["top-1 codebook 3"].verdict is Verdict.FAILED
-    assert stages["top-1 codebook 4"].verdict is Verdict.PASSED
-    assert stages["KL of sampled codes"].verdict is Verdict.FAILED
+    assert stages["codebook 3"].verdict is Verdict.DIVERGENT
+    assert stages["codebook 4"].verdict is Verdict.EXACT
+    assert stages["distributions"].verdict is Verdict.DIVERGENT
+    assert stages["codebook 3"].frame == 20 and stages["codebook 3"].codebook == 3
 
 
 def test_a_close_call_is_counted_and_does_not_fail(
@@ -94,8 +94,7 @@ def test_a_close_call_is_counted_and_does_not_fail(
     stages = stages_of(
         dataclasses.replace(reference, codes=close), dataclasses.replace(reference, codes=swapped), golden, config
     )
-    assert stages["top-1 codebook 3"].verdict is Verdict.PASSED
-    assert "1 close calls differ" in stages["top-1 codebook 3"].value
+    assert stages["codebook 3"].verdict is Verdict.NEAR_TIE
 
 
 def test_traces_of_different_length_cannot_be_compared(
@@ -108,17 +107,17 @@ def test_traces_of_different_length_cannot_be_compared(
 
 def test_the_codec_is_judged_by_its_noise() -> None:
     signal = np.sin(np.arange(4800, dtype=np.float32))[None]
-    limits = LIMITS["float32"]
-    assert compare_waveforms(signal, signal + 1e-6, limits).verdict is Verdict.PASSED
-    assert compare_waveforms(signal, signal + 1e-3, limits).verdict is Verdict.FAILED
-    assert compare_waveforms(signal, signal[:, 1:], limits).verdict is Verdict.FAILED
-    assert compare_waveforms(signal, signal * np.nan, limits).verdict is Verdict.FAILED
+    cases = {1e-6: Verdict.WITHIN_TOLERANCE, 1e-3: Verdict.DIVERGENT, np.nan: Verdict.DIVERGENT, 0.0: Verdict.EXACT}
+    for noise, verdict in cases.items():
+        assert compare_waveforms(signal, signal + np.float32(noise), 24000, LIMITS["float32"]).verdict is verdict
+    assert compare_waveforms(signal, signal[:, 1:], 24000, LIMITS["float32"]).verdict is Verdict.DIVERGENT
 
 
-def test_nothing_measured_is_not_passed() -> None:
-    not_measured = Stage("a", "", "", Verdict.NOT_MEASURED)
-    assert overall([not_measured]) is Verdict.NOT_MEASURED
-    assert overall([not_measured, Stage("b", "", "", Verdict.PASSED)]) is Verdict.PASSED
+def test_nothing_measured_is_not_agreement() -> None:
+    not_measured = Stage("a", Verdict.NOT_MEASURED, "")
+    assert overall([not_measured]) is Verdict.NOT_MEASURED and overall([not_measured]).exit_code == 2
+    assert overall([not_measured, Stage("b", Verdict.EXACT, "")]) is Verdict.EXACT
+    assert overall([Stage("c", Verdict.DIVERGENT, ""), Stage("b", Verdict.EXACT, "")]) is Verdict.DIVERGENT
 
 
 def test_the_command_compares_and_fails_with_exit_code_1(
@@ -128,10 +127,12 @@ def test_the_command_compares_and_fails_with_exit_code_1(
                  "--max-new-tokens", "40", "--dtype", "bfloat16"]  # fmt: skip
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.stdout
-    assert "torch cpu bfloat16 against torch cpu float32" in result.stdout and "verdict: passed" in result.stdout
+    assert (
+        "torch cpu bfloat16 against torch cpu float32" in result.stdout and "verdict: WITHIN_TOLERANCE" in result.stdout
+    )
     assert "both run torch cpu" in result.stdout  # the codec was not measured
     monkeypatch.setitem(LIMITS, "bfloat16", LIMITS["float32"])
     result = CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 1
     facts = json.loads(result.stdout)
-    assert facts["verdict"] == "failed" and facts["num_rows"] > 0
+    assert facts["verdict"] == "DIVERGENT" and facts["num_rows"] > 0
