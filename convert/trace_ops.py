@@ -228,6 +228,12 @@ def _to(b: GraphBuilder, x: Symbol, dtype: torch.dtype) -> Any:
     return x if x.dtype == dtype else b.emit("Cast", [x], x.value.to(dtype), to=ONNX_TYPES[dtype])
 
 
+@_handles("long")
+def _long(b: GraphBuilder, x: Symbol) -> Any:
+    """An index: eager torch insists on int64, the graph takes int32."""
+    return _to(b, x, torch.int32)
+
+
 @_handles("where")
 def _where(b: GraphBuilder, condition: Symbol, x: Any, y: Any) -> Any:
     dtype = next(v.dtype for v in (x, y) if isinstance(v, Symbol | Tensor))

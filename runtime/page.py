@@ -18,7 +18,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(-
 h1 { font-size: 1.5rem; margin: 0 0 .5rem } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 table { border-collapse: collapse; width: 100%; margin: .5rem 0 } caption { text-align: left; color: var(--dim) }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
-th { color: var(--dim); font-weight: 600 } td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
+th { color: var(--dim); font-weight: 600 }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 code, pre { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere }
 pre { background: var(--card); padding: .6rem; overflow-x: auto; white-space: pre-wrap }
 .verdict { padding: .6rem .9rem; border-left: 5px solid var(--dim); background: var(--card); margin: 1rem 0 }

@@ -60,5 +60,6 @@ class FrameSampler:
         kept = torch.where(before < self.top_p, best, MASKED)
         cdf = torch.cumsum(torch.softmax(kept, dim=-1), dim=-1)
         reached = torch.minimum(u, cdf.amax(-1, keepdim=True))  # rounding may leave the whole sum below u
-        index = (cdf < reached).to(torch.int32).sum(-1, keepdim=True)
+        # summed as floats: 310P has no AICore kernel that sums integers
+        index = (cdf < reached).to(torch.float32).sum(-1, keepdim=True).long()
         return label(torch.gather(ids, 1, index).to(torch.int32), "code")
