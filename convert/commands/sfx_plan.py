@@ -55,6 +55,9 @@ def sfx_plan(
     builds = []
     if manifest is not None:
         chosen = Target.parse(target or DEFAULT_TARGET)
+        if script is not None:
+            click.echo("comparing every file with its recorded hash", err=True)
+            manifest.check_files()
         builds = atc_builds(manifest, chosen, patch_parts(manifest, chosen) if script is not None else None)
     click.echo(json.dumps(_facts(memory, plan, builds)) if as_json else _text(memory, plan, builds))
     if script is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -319,6 +320,15 @@ def test_the_manifest_survives_a_round_trip_and_names_damage(exported: SfxManife
         SfxManifest.load(tmp_path)
     with pytest.raises(ManifestError, match="no graph block_9"):
         exported.graph("block_9")
+
+
+def test_the_script_is_not_written_for_files_that_changed(exported: SfxManifest, tmp_path: Path) -> None:
+    copy = shutil.copytree(exported.directory, tmp_path / "copy")
+    with (copy / "text_head.bin").open("r+b") as file:
+        file.write(b"\1")
+    result = CliRunner().invoke(convert_cli, ["sfx-plan", str(copy), "--script", str(tmp_path / "build.sh")])
+    assert result.exit_code == 1 and "text_head.bin differs from what was exported" in result.stderr
+    assert not (tmp_path / "build.sh").exists()
 
 
 def test_impossible_plans_are_refused(config: SfxConfig) -> None:
