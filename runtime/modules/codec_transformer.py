@@ -111,7 +111,7 @@ class Rope(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[B, …, n] -> cos, sin [B, …, 1, n, D], one for all heads."""
         fine = torch.remainder(tokens, ROPE_TABLE)
-        # exact in float32 (multiples of a power of two below 2**24); GE does not document that it truncates an integer Div
+        # exact in float32 (multiples of a power of two below 2**24); an integer Div is not documented to truncate in GE
         coarse = ((tokens - fine).to(torch.float32) * (1.0 / ROPE_TABLE)).to(torch.int32)
         coarse_cos, coarse_sin = (functional.embedding(coarse, t) for t in (self.coarse_cos, self.coarse_sin))
         fine_cos, fine_sin = (functional.embedding(fine, t) for t in (self.fine_cos, self.fine_sin))
