@@ -25,6 +25,7 @@ def directory(tmp_path: Path) -> Path:
 def no_cann(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("convert.cann._SYSTEM_HOMES", ())  # also on a machine that has CANN
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setenv("HOME", str(tmp_path))
 

@@ -203,6 +203,7 @@ def test_the_code_hash_follows_the_files(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_command_lists_runs_and_scripts(artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("convert.cann._SYSTEM_HOMES", ())  # also on a machine that has CANN
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setenv("HOME", str(tmp_path))
     arguments = [

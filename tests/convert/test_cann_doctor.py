@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner, Result
 
+from convert import cann, cann_doctor
 from convert.cann import Host, locate
 from convert.cann_doctor import CannReport, examine_cann, soc_names
+from convert.cli import cli
 from op_patches.targets import Target
 from tests.fake_cann.tree import OP_CONFIG, make_tree, write_program
 
@@ -249,3 +253,29 @@ def test_little_memory_suggests_one_compiler_process(machine: Machine) -> None:
     assert severity == "warning" and "TE_PARALLEL_COMPILER=1" in text
     machine.environ["TE_PARALLEL_COMPILER"] = "1"
     assert found(machine.examine(), "memory")[0][0] == "ok"
+
+
+def test_the_command_prints_the_findings_and_exits_with_their_code(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {**machine.environ, "LD_LIBRARY_PATH": ""}.items():
+        monkeypatch.setenv(name, value)
+
+    monkeypatch.setattr(cann, "_SYSTEM_HOMES", ())  # what this machine has does not count
+    monkeypatch.setattr(cann_doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=100 << 30))
+
+    def doctor(*arguments: str) -> Result:
+        return CliRunner().invoke(cli, ["doctor", *arguments], catch_exceptions=False)
+
+    done = doctor("--cann", "--target", "910B3", "--json")
+    data = json.loads(done.stdout)
+    assert (done.exit_code, data["exit_code"], data["cann"]["version"]) == (0, 0, "8.5.0")
+    assert "Ascend910B3 is ascend910b" in doctor("--cann", "--target", "910B3").stdout
+    assert doctor("--cann", "--target", "A3").exit_code == 1
+    assert doctor("--target", "A3", "checkpoint").exit_code == 2
+    for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setenv("HOME", str(tmp_path / "nothing"))
+    without = doctor("--cann")
+    assert (without.exit_code, len(without.stdout.splitlines())) == (3, 1)
