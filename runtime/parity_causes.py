@@ -102,11 +102,10 @@ def _of_hidden(a: Recording, b: Recording, common: Common, stage: Stage, engine:
     scaled = _scale(common)
     if scaled is not None:
         return scaled
-    if relative is not None and relative <= BFLOAT_ERROR:
-        return _precision(relative)
     if stage.name == "step hidden":
-        text = "what only a step does: the position, the cache rows, the mask or the row that is fed back"
-        return Cause("step", text, "the prefill agrees, the steps do not; no fault that was tried explains it")
+        text = "what only a step does: position, cache rows, mask, the row that is fed back, or its precision"
+        evidence = f"the prefill agrees, the steps do not (relative error {relative}), and no fault that was tried fits"
+        return Cause("step", text, evidence)
     return Cause("weights", "different weights, or another graph", f"relative error {relative}: not a rounding")
 
 

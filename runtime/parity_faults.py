@@ -60,13 +60,20 @@ def _early_last(graph: str, feeds: Feeds, at: Situation) -> None:
         feeds["last"] = feeds["last"] - np.int32(1)
 
 
-def _wide_mask(graph: str, feeds: Feeds, at: Situation) -> None:
-    if graph == "prefill":
-        return
-    for name in [n for n in feeds if n.startswith("past_")]:
-        missing = max(0, at.capacity - feeds[name].shape[2])
-        feeds[name] = np.pad(feeds[name], ((0, 0), (0, 0), (0, missing), (0, 0)))
-    feeds["cache_mask"] = np.zeros((1, 1, 1, feeds["past_key_0"].shape[2]), np.float32)
+def _no_mask(whole_capacity: bool) -> Callable[[str, Feeds, Situation], None]:
+    """A host cache shows a graph blocks of rows; a compiled graph always sees the whole capacity."""
+
+    def change(graph: str, feeds: Feeds, at: Situation) -> None:
+        if graph == "prefill":
+            return
+        used = int(feeds["position"][0])
+        for name in [n for n in feeds if n.startswith("past_")]:
+            shown = feeds[name].shape[2]
+            unwritten = max(at.capacity, shown) - used if whole_capacity else shown - used
+            feeds[name] = np.pad(feeds[name][:, :, :used], ((0, 0), (0, 0), (0, unwritten), (0, 0)))
+        feeds["cache_mask"] = np.zeros((1, 1, 1, feeds["past_key_0"].shape[2]), np.float32)
+
+    return change
 
 
 def _newest_hidden(graph: str, feeds: Feeds, at: Situation) -> None:
@@ -121,7 +128,8 @@ FAULTS = (
     Fault("position", "the position of every step is one too high", _shift_positions(1)),
     Fault("position", "the position of every step is one too low", _shift_positions(-1)),
     Fault("position", "prefill takes the hidden state one row before the last", _early_last),
-    Fault("mask", "the cache mask is missing: rows that were never written count", _wide_mask),
+    Fault("mask", "the cache mask is missing: rows that were never written count", _no_mask(False)),
+    Fault("mask", "the cache mask is missing: rows that were never written count", _no_mask(True)),
     Fault("mask", "the cache mask opens a row one step too late", _newest_hidden),
     Fault("cache row", "new cache rows are written one row too early", _rows(_rows_early)),
     Fault("cache row", "new cache rows are written one row too late", _rows(_rows_late)),

@@ -131,19 +131,21 @@ def record(
         raise ParityError(
             f"the sides are different models: rows of {rows.shape[1]} numbers against {replay_of.rows.shape[1]}"
         )
-    done = {"greedy": run_frames(model, rows, GREEDY, plan.seed, plan.frames)}
+    done: dict[str, Trace] = {}
+    cache: list[Floats] = []
+    notes: list[str] = []
+    if replay_of is not None:  # first, so that no row of an earlier run lies in the cache
+        fed_rows, fed = replay_of.replay_rows, replay_of.replay_codes
+        done["replay"] = run_frames(model, fed_rows, GREEDY, plan.seed, len(fed), fed, cache=cache)
+    done["greedy"] = run_frames(model, rows, GREEDY, plan.seed, plan.frames)
     if "seeded" in traces:
         done["seeded"] = run_frames(model, rows, plan.sampling, plan.seed, plan.frames)
-    notes: list[str] = []
-    if replay_of is not None:
-        fed_rows, fed = replay_of.replay_rows, replay_of.replay_codes
-    else:
+    if replay_of is None:
         fed_rows, fed = rows, done["greedy"].codes[done["greedy"].go_on]
         if not len(fed):
             notes.append("the greedy run ended before its first frame; the replay goes on behind the end")
             fed = run_frames(model, rows, GREEDY, plan.seed, plan.frames, past_end=True).codes
-    cache: list[Floats] = []
-    done["replay"] = run_frames(model, fed_rows, GREEDY, plan.seed, len(fed), fed, cache=cache)
+        done["replay"] = run_frames(model, fed_rows, GREEDY, plan.seed, len(fed), fed, cache=cache)
     failures: dict[str, str] = {}
     waveform = latents = None
     try:

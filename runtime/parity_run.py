@@ -1,0 +1,115 @@
+"""Open the two sides of a comparison, run what is not recorded yet, and keep what is needed to test a guess.
+
+A side is a backend with its artifacts, or a directory that holds a recording:
+
+    ort    torch    torch@npu:0    om    om@1    simulated    cann@0    path/to/recording
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.backends.select import BackendOptions, open_backend
+from runtime.errors import ParityError
+from runtime.manifest import Manifest
+from runtime.parity_faults import Engine
+from runtime.parity_record import JSON_NAME, TRACES, Plan, Recording, load, record
+from runtime.synthesizer import open_synthesizer
+
+SIDE_HELP = "ort, torch, torch@npu:0, om, om@1, simulated, cann@0, or a directory with a recording."
+_BACKENDS = {
+    "ort": BackendOptions(name="ort"),
+    "torch": BackendOptions(name="torch"),
+    "om": BackendOptions(name="om"),
+    "simulated": BackendOptions(name="om", simulate=True),
+    "cann": BackendOptions(name="ort", provider="cann"),
+}
+_HOST_MEMORY = ("ort", "torch")
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side as it was asked for: either a recording, or a backend with its artifacts."""
+
+    spec: str
+    recording: Path | None = None
+    artifacts: Path | None = None
+    options: BackendOptions | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.recording is not None
+
+
+def parse_side(
+    spec: str,
+    artifacts: Path | None,
+    split: bool = False,
+    precision: str | None = None,
+    threads: int | None = None,
+) -> Side:
+    """Read `ort`, `torch@npu:0`, …, or the path of a recording; ParityError says what is missing."""
+    if (Path(spec) / JSON_NAME).is_file():
+        return Side(spec, recording=Path(spec))
+    name, _, device = spec.partition("@")
+    if name not in _BACKENDS:
+        raise ParityError(f"{spec}: no such side and no recording there; expected {SIDE_HELP}")
+    if artifacts is None:
+        raise ParityError(f"side {spec} needs its artifacts: give --artifacts, or --artifacts-a and --artifacts-b")
+    options = dataclasses.replace(
+        _BACKENDS[name], device=device or None, split=split, precision=precision, threads=threads
+    )
+    return Side(spec, artifacts=artifacts, options=options)
+
+
+def run_side(
+    side: Side, plan: Plan, replay_of: Recording | None, report: Report, traces: tuple[str, ...] = TRACES
+) -> tuple[Recording, Engine | None]:
+    """The recording of a side, made now unless it exists; the engine is there when the side can be rerun at will."""
+    if side.recording is not None:
+        return load(side.recording), None
+    assert side.artifacts is not None and side.options is not None  # parse_side fills both
+    manifest = Manifest.load(side.artifacts)
+    backend = open_backend(side.options.name, manifest, options=side.options, report=report)
+    fused = not side.options.split
+    with open_synthesizer(manifest, backend, fused=fused) as synthesizer:
+        recording = record(synthesizer, backend, plan, replay_of, fused, traces)
+    report(f"{side.spec}: {recording.traces['greedy'].num_frames} frames greedy on {recording.identity.backend}")
+    host = side.options.name in _HOST_MEMORY and side.options.provider == "cpu"
+    return recording, Engine("?", manifest, backend) if host else None
+
+
+def run_sides(
+    a: Side, b: Side, plan: Plan | None, report: Report, traces: tuple[str, ...] = TRACES
+) -> tuple[Recording, Recording, Engine | None]:
+    """Both recordings. A recorded side says what the other one has to do: its text, seed, frames and codes."""
+    recorded = next((s for s in (a, b) if s.recording is not None), None)
+    known = load(recorded.recording) if recorded is not None and recorded.recording is not None else None
+    asked = _agreed_plan(plan, known)
+    if known is not None and b.is_recorded and not a.is_recorded:
+        first, engine_a = run_side(a, asked, known, report, traces)
+        second, engine_b = known, None
+    else:
+        first, engine_a = run_side(a, asked, None, report, traces)
+        second, engine_b = run_side(b, asked, first, report, traces)
+    if engine_a is not None:
+        return first, second, dataclasses.replace(engine_a, side="a")
+    return first, second, dataclasses.replace(engine_b, side="b") if engine_b is not None else None
+
+
+def _agreed_plan(plan: Plan | None, known: Recording | None) -> Plan:
+    if known is None:
+        if plan is None:
+            raise ParityError("nothing says what to speak: give --text, or a recording as one side")
+        return plan
+    if plan is None:
+        return known.plan
+    if plan.text and plan.text != known.plan.text:
+        raise ParityError(f"the recording speaks {known.plan.text!r}, not {plan.text!r}; leave --text out")
+    if plan.voice is not None:  # the same clip may lie elsewhere on this machine
+        return dataclasses.replace(known.plan, voice=plan.voice)
+    return known.plan
