@@ -11,9 +11,6 @@ import click
 @click.command()
 @click.argument("checkpoint", required=False)
 @click.option("--cann", is_flag=True, help="Examine the CANN installation instead; exit 3 when there is none.")
-@click.option(
-    "--target", help="With --cann: cann=…,soc=…,precision=…, as for check; also asks for what this SoC needs."
-)
 @click.option("--target", help="With --cann: what it should compile for, such as 910B4 or cann=8.5,soc=Ascend910B4.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def doctor(checkpoint: str | None, cann: bool, target: str | None, as_json: bool) -> None:
