@@ -14,6 +14,7 @@ COMMANDS = {
     "sfx-accuracy": ("runtime.commands.sfx_accuracy:sfx_accuracy", "Compare two backends of MOSS-SoundEffect."),
     "text": ("runtime.commands.text:text", "Show what will be spoken for a text."),
     "voice": ("runtime.commands.voice:voice", "Store reference voices under names."),
+    "parity": ("runtime.commands.parity:parity", "Compare two backends stage by stage; reports, exit 0, 1 or 2."),
     "inspect": ("runtime.commands.inspect:inspect", "Show interface, target, hashes and sizes of graphs."),
     "selftest": ("runtime.commands.selftest:selftest", "Run the checklist of the first device and write a report."),
 }
