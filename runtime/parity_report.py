@@ -67,8 +67,7 @@ def _stage_row(stage: Stage) -> list[Any]:
     place = "" if stage.frame is None else f" [frame {stage.frame}"
     place += "" if not place else f", codebook {stage.codebook}]" if stage.codebook is not None else "]"
     largest = m.max_abs if m is not None else None
-    shown = [_number(v) for v in (largest, stage.allowed, stage.passing, *numbers)]
-    return [stage.name, stage.verdict.value, *shown, stage.text + place]
+    return [stage.name, stage.verdict.value, largest, stage.allowed, stage.passing, *numbers, stage.text + place]
 
 
 def mode_rows(parity: Parity) -> list[list[Any]]:
@@ -120,8 +119,8 @@ def identity_rows(parity: Parity) -> list[list[str]]:
     return [[str(x) for x in row] for row in rows]
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+def _plain(value: Any) -> str:
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # -- Markdown
@@ -145,7 +144,7 @@ def to_markdown(parity: Parity) -> str:
 
 def _markdown_table(headers: tuple[str, ...], rows: list[list[Any]]) -> str:
     lines = [list(headers), ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(str(c).replace("|", "\\|") for c in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_plain(c).replace("|", "\\|") for c in line) + " |" for line in lines)
 
 
 # -- HTML
@@ -163,10 +162,11 @@ def to_html(parity: Parity, a: Recording | None = None, b: Recording | None = No
     limits = (
         f"Tolerances: {source}. A different code is a tie when both margins are at most {parity.limits.tie_margin:g}."
     )
+    rows = [["–" if cell is None else cell for cell in row] for row in stage_rows(parity)]
     plan = parity.plan
     asked = f"“{plan.text}”, voice {plan.voice or 'none'}, seed {plan.seed}, at most {plan.frames} frames."
     parts += [
-        page.section("Stages, from text to waveform", _scrolling(page.table(STAGE_HEADERS, stage_rows(parity))),
+        page.section("Stages, from text to waveform", _scrolling(page.table(STAGE_HEADERS, rows)),
                      page.paragraph(limits)),
         page.section("Runs", page.table(MODE_HEADERS, mode_rows(parity)), page.paragraph(f"Spoken: {asked}")),
         page.section("Equal codes in the replay", *_agreement(parity)),

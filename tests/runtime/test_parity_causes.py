@@ -50,9 +50,7 @@ def a(manifest: Manifest, clip: Path) -> Recording:
 class Side:
     """Side b, whose parts a test may spoil before it runs."""
 
-    def __init__(
-        self, manifest: Manifest, template: Template = Template.PYTORCH, capacity: int | None = None
-    ) -> None:
+    def __init__(self, manifest: Manifest, template: Template = Template.PYTORCH, capacity: int | None = None) -> None:
         self.backend = OrtBackend(1)
         self.model = HostFrameModel(manifest, self.backend, capacity=capacity)
         self.synthesizer = Synthesizer(manifest, self.model, open_codec(manifest, self.backend), template)
