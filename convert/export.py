@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ MIN_POSITIONS = 200  # convert/verify.py feeds positions below this
 FORBIDDEN_OPS = {"Shape", "Range", "If", "Loop", "Scan", "Einsum", "Trilu", "Size", "NonZero"}
 INT64_ONLY = {"Reshape", "Slice", "Split", "Unsqueeze", "Squeeze", "ReduceSum", "TopK", "Pad"}  # their operands
 Report = Callable[[str], None]
+Verified = TypeVar("Verified")
 
 
 def export_artifacts(
@@ -118,20 +119,27 @@ def export_graph(
     proto, refs = trace(module, spec, {a: axes[a] for a in spec.dynamic_axes()})
     _point_at_weights(proto, refs, weights)
     check_graph(proto, spec)
-    handle, scratch_name = tempfile.mkstemp(dir=directory, prefix=f".{spec.name}.", suffix=".onnx")
+    path = directory / f"{spec.name}.onnx"
+    differences = save_verified(proto, path, lambda scratch: verify_graph(spec, module, scratch, model, codec))
+    return GraphFile(spec, path.name, sha256_of(path), len(proto.graph.node), differences)
+
+
+def save_verified(proto: onnx.ModelProto, path: Path, verify: Callable[[Path], Verified]) -> Verified:
+    """Write a graph beside `path`, run the full ONNX checker and `verify` on it, and move it only when both held."""
+    handle, scratch_name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".onnx")
     os.close(handle)
     scratch = Path(scratch_name)
     try:
         onnx.save(proto, scratch)
         onnx.checker.check_model(str(scratch), full_check=True)
-        differences = verify_graph(spec, module, scratch, model, codec)
+        verified = verify(scratch)
         scratch.chmod(0o644)
-        path = scratch.replace(directory / f"{spec.name}.onnx")
+        scratch.replace(path)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ExportError(f"{spec.name}: onnx.checker refuses the exported graph: {error}") from error
+        raise ExportError(f"{path.stem}: onnx.checker refuses the exported graph: {error}") from error
     finally:
         scratch.unlink(missing_ok=True)
-    return GraphFile(spec, path.name, sha256_of(path), len(proto.graph.node), differences)
+    return verified
 
 
 def check_graph(proto: onnx.ModelProto, spec: GraphSpec) -> None:

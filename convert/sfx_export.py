@@ -23,7 +23,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from convert.export import check_graph
+from convert.export import check_graph, save_verified
 from convert.sfx_verify import verify_part
 from convert.trace import WeightRef, trace
 from runtime.config import CodecConfig
@@ -120,19 +120,7 @@ def export_part(
     proto, refs = trace(module, spec, {a: examples[0][a] for a in spec.dynamic_axes()})
     point_at_weights(proto, refs, index, data.name)
     check_graph(proto, spec)
-    handle, scratch_name = tempfile.mkstemp(dir=directory, prefix=f".{spec.name}.", suffix=".onnx")
-    os.close(handle)
-    scratch = Path(scratch_name)
-    try:
-        onnx.save(proto, scratch)
-        onnx.checker.check_model(str(scratch), full_check=True)
-        verification = verify_part(spec, module, scratch, examples, num_codes)
-        scratch.chmod(0o644)
-        scratch.replace(path)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ExportError(f"{spec.name}: onnx.checker refuses the exported graph: {error}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+    verification = save_verified(proto, path, lambda scratch: verify_part(spec, module, scratch, examples, num_codes))
     num_bytes = sum(r.num_bytes for r in index.values())
     return SfxGraph(
         spec, path.name, data.name, sha256_of(path), len(proto.graph.node), num_bytes,

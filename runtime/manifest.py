@@ -205,17 +205,7 @@ class Manifest:
     def load(directory: Path) -> Manifest:
         """Read a manifest; ManifestError when it is missing, damaged, or of another format version."""
         path = directory / MANIFEST_NAME
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ManifestError(
-                f"{directory} holds no {MANIFEST_NAME}; expected a directory that convert-moss export wrote"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise ManifestError(f"{path} is not readable JSON ({error}); export again") from error
-        version = data.get("format_version") if isinstance(data, dict) else None
-        if version != FORMAT_VERSION:
-            raise ManifestError(f"{path}: format version {version!r}, expected {FORMAT_VERSION}; export again")
+        data = read_manifest_json(path, FORMAT_VERSION, "convert-moss export")
         try:
             return Manifest(
                 directory=directory,
@@ -245,6 +235,20 @@ def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
 def _codec(data: Mapping[str, Any]) -> CodecConfig:
     stages = {k: tuple(CodecStage(**s) for s in data[k]) for k in ("encoder", "decoder")}
     return CodecConfig(**{**data, **stages})
+
+
+def read_manifest_json(path: Path, format_version: int, writer: str) -> dict[str, Any]:
+    """The JSON of a manifest that `writer` wrote; ManifestError when it is missing, damaged or of another version."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ManifestError(f"{path.parent} holds no {path.name}; expected a directory that {writer} wrote") from error
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path} is not readable JSON ({error}); export again") from error
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != format_version:
+        raise ManifestError(f"{path}: format version {version!r}, expected {format_version}; export again")
+    return dict(data)
 
 
 def sha256_of(path: Path) -> str:

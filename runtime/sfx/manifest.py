@@ -11,7 +11,7 @@ from typing import Any
 
 from runtime.config import CodecConfig, CodecStage
 from runtime.errors import ManifestError
-from runtime.manifest import sha256_of, write_atomically
+from runtime.manifest import read_manifest_json, sha256_of, write_atomically
 from runtime.sfx.config import SfxConfig
 from runtime.sfx.graphs import SfxPlan
 from runtime.spec import GraphSpec
@@ -85,17 +85,7 @@ class SfxManifest:
     def load(directory: Path) -> SfxManifest:
         """Read sfx.json; ManifestError when it is missing, damaged, or of another format version."""
         path = directory / SFX_MANIFEST_NAME
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ManifestError(
-                f"{directory} holds no {SFX_MANIFEST_NAME}; expected a directory that convert-moss sfx-export wrote"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise ManifestError(f"{path} is not readable JSON ({error}); export again") from error
-        version = data.get("format_version") if isinstance(data, dict) else None
-        if version != FORMAT_VERSION:
-            raise ManifestError(f"{path}: format version {version!r}, expected {FORMAT_VERSION}; export again")
+        data = read_manifest_json(path, FORMAT_VERSION, "convert-moss sfx-export")
         try:
             return SfxManifest(
                 directory=directory,
