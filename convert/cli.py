@@ -17,6 +17,7 @@ COMMANDS = {
     "export": ("convert.commands.export:export", "Export a checkpoint to ONNX graphs with a manifest."),
     "check": ("convert.commands.check:check", "Say what ATC will say about an ONNX graph."),
     "patch": ("convert.commands.patch:patch", "Lower what a target does not take."),
+    "simplify": ("convert.commands.simplify:simplify", "onnxsim on a foreign graph, checked."),
     "atc": ("convert.commands.atc:atc", "Plan, script or run the ATC compilation."),
     "build": ("convert.commands.build:build", "Export, patch, check and compile, skipping what is unchanged."),
     "sfx-export": ("convert.commands.sfx_export:sfx_export", "Export MOSS-SoundEffect to ONNX graphs in parts."),
