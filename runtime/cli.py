@@ -15,6 +15,7 @@ COMMANDS = {
     "text": ("runtime.commands.text:text", "Show what will be spoken for a text."),
     "voice": ("runtime.commands.voice:voice", "Store reference voices under names."),
     "parity": ("runtime.commands.parity:parity", "Compare two backends stage by stage; reports, exit 0, 1 or 2."),
+    "bench": ("runtime.commands.bench:bench", "Measure speed and memory; compare two measurements."),
     "inspect": ("runtime.commands.inspect:inspect", "Show interface, target, hashes and sizes of graphs."),
     "selftest": ("runtime.commands.selftest:selftest", "Run the checklist of the first device and write a report."),
 }

@@ -74,6 +74,10 @@ class ParityError(MossError):
     """Two runs that cannot be compared."""
 
 
+class BenchError(MossError):
+    """A measurement cannot be made, or two results cannot be compared."""
+
+
 class AudioError(MossError):
     """An audio file or signal that cannot be used."""
 

@@ -1,0 +1,131 @@
+"""A bench result for people: lines for the terminal, one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runtime.bench import BenchResult, CachePoint
+from runtime.manifest import MADE_UP_NOTICE
+from runtime.page import page, paragraph, section, table, verdict
+
+BUSY = 0.5  # load average per core above which wall clock figures say little
+
+
+def as_text(r: BenchResult) -> str:
+    """The figures, and what limits them."""
+    lines = [_what(r), ""]
+    lines.append(f"{'stage':<16}{'calls':>7}{'median ms':>12}{'p95 ms':>10}{'share':>8}")
+    lines += [f"{s.name:<16}{s.calls:>7}{s.median_ms:>12.2f}{s.p95_ms:>10.2f}{s.share:>8.1%}" for s in r.stages]
+    lines += ["", *(f"{name:<30}{value}" for name, value in figures(r)), ""]
+    lines += [f"note: {note}" for note in notes(r)]
+    return "\n".join(lines).rstrip()
+
+
+def as_html(r: BenchResult) -> str:
+    """The same as a page, with the plot of the step time against the cache length."""
+    stages = [(s.name, s.calls, s.median_ms, s.p95_ms, f"{s.share:.1%}") for s in r.stages]
+    reads = [
+        (b.graph, b.weights_distinct / 1e6, b.weights_read / 1e6, b.cache / 1e6,
+         1e3 * (b.weights_distinct + b.cache) / r.bandwidth_bytes_per_second)
+        for b in r.graph_bytes
+    ]  # fmt: skip
+    parts = [
+        verdict("good" if r.rtf < 1 else "warn", f"{r.frames_per_second:.2f} frames/s, RTF {r.rtf:.3f}: {_what(r)}"),
+        *(paragraph(note) for note in notes(r)),
+        section("Figures", table(("figure", "value"), figures(r))),
+        section("Stages", table(("stage", "calls", "median ms", "p95 ms", "share"), stages)),
+        section(
+            "Bytes read per call",
+            table(("graph", "weights, each once MB", "weights, each use MB", "cache MB", "limit ms"), reads,
+                  "limit: weights once and cache, at the measured bandwidth"),
+        ),
+    ]  # fmt: skip
+    if r.cache_curve:
+        parts.append(section("Step time against cache length", cache_plot(r.cache_curve)))
+    parts.append(section("Machine", table(("what", "value"), _machine(r))))
+    return page(f"Bench: {r.artifacts} on {r.backend}", *parts)
+
+
+def figures(r: BenchResult) -> list[tuple[str, str]]:
+    """Name and value, in the order of interest."""
+    roofline = (
+        f"{r.roofline_frames_per_second:.1f} frames/s, {r.roofline_share:.0%} of it reached"
+        if r.roofline_frames_per_second and r.roofline_share is not None
+        else "unknown (needs the package onnx, and a CPU backend)"
+    )
+    rows = [
+        ("frames per second", f"{r.frames_per_second:.2f} (without prefill and codec; real time is 12.5)"),
+        ("RTF", f"{r.rtf:.3f} (prefill, frames and codec; below 1 is faster than real time)"),
+        ("first audio", f"{r.first_audio_ms:.1f} ms (prefill, one frame, one codec call)"),
+        ("CPU time per frame", f"{r.cpu_ms_per_frame:.1f} ms (all threads, prefill and codec included)"),
+        ("threads", f"{r.threads_asked or 'not said'} asked, {r.threads_working:.2f} worked (CPU / wall)"),
+        ("load", f"{r.load_seconds:.2f} s, warm-up {r.warmup_seconds:.2f} s"),
+        ("peak RSS", f"{r.peak_rss_bytes / 2**20:.0f} MiB"),
+        ("read bandwidth", f"{r.bandwidth_bytes_per_second / 1e9:.1f} GB/s"),
+        ("roofline", roofline),
+    ]
+    if len(r.cache_curve) > 1:
+        first, last = r.cache_curve[0], r.cache_curve[-1]
+        slope = 1e3 * (last.milliseconds - first.milliseconds) / (last.rows - first.rows)
+        rows.append(("step time per cache row", f"{slope:.2f} us ({first.rows} to {last.rows} rows)"))
+    return rows
+
+
+def notes(r: BenchResult) -> list[str]:
+    """What a reader must know before believing a figure."""
+    found = []
+    if r.made_up:
+        found.append(MADE_UP_NOTICE + "; times do not depend on the values")
+    busy = max(r.machine.load_average_before, r.machine.load_average_after) / r.machine.cores
+    if busy > BUSY + (r.threads_asked or r.machine.cores) / r.machine.cores:
+        found.append(
+            f"the machine was busy (load average {r.machine.load_average_before:.1f} to "
+            f"{r.machine.load_average_after:.1f} on {r.machine.cores} cores): wall clock figures are too high"
+        )
+    return found
+
+
+def cache_plot(points: Sequence[CachePoint]) -> str:
+    """Milliseconds over rows as SVG, both axes from zero."""
+    width, height, left, bottom = 900, 300, 60, 30
+    top_ms = 1.1 * max(p.milliseconds for p in points) or 1.0
+    top_rows = max(p.rows for p in points)
+
+    def at(rows: float, ms: float) -> tuple[float, float]:
+        return left + (width - left - 20) * rows / top_rows, (height - bottom) * (1 - ms / top_ms)
+
+    spots = [at(p.rows, p.milliseconds) for p in points]
+    parts = [
+        f"<path d='M{left} 0V{height - bottom}H{width}' stroke='var(--line)' fill='none'/>",
+        "<polyline fill='none' stroke='var(--a)' stroke-width='2' points='"
+        + " ".join(f"{x:.1f},{y:.1f}" for x, y in spots) + "'/>",
+    ]  # fmt: skip
+    for point, (x, y) in zip(points, spots, strict=True):
+        parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='var(--a)'/>")
+        parts.append(_label(x, y - 10, f"{point.milliseconds:.1f} ms") + _label(x, height - 10, f"{point.rows}"))
+    title = f"{points[0].graph}: milliseconds over rows of cache"
+    return f"<svg viewBox='0 0 {width} {height}' role='img' aria-label='{title}'>{''.join(parts)}</svg>"
+
+
+def _label(x: float, y: float, text: str) -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='middle' font-size='12' fill='var(--dim)'>{text}</text>"
+
+
+def _what(r: BenchResult) -> str:
+    p = r.protocol
+    return (
+        f"{r.artifacts} ({r.weights}) on {r.backend}: {p.prompt_rows} prompt rows, {p.frames} frames, "
+        f"{'greedy' if p.greedy else 'sampled'}, {p.repeat} runs"
+    )
+
+
+def _machine(r: BenchResult) -> list[tuple[str, str]]:
+    m = r.machine
+    return [
+        ("CPU", f"{m.cpu}, {m.cores} cores"),
+        ("system", m.system),
+        ("Python", m.python),
+        ("exported with", ", ".join(f"{k} {v}" for k, v in m.versions.items())),
+        ("load average", f"{m.load_average_before:.2f} before, {m.load_average_after:.2f} after"),
+        ("fixture", r.fixture),
+    ]
