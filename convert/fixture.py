@@ -32,7 +32,7 @@ from runtime.tokenizer import Tokenizer
 README = f"""# Not a voice
 
 This is a fixture: {MADE_UP_NOTICE}.
-Written by `convert-moss fixture --size {{size}} --seed {{seed}}` to test export and runtimes without the published weights.
+Written by `convert-moss fixture --size {{size}} --seed {{seed}}`, to test without the published weights.
 """
 
 
@@ -60,6 +60,8 @@ def _replace(target: Path, write: Callable[[Path], None]) -> None:
     try:
         scratch.chmod(0o755)
         write(scratch)
+        for file in scratch.iterdir():
+            file.chmod(0o644)  # safetensors writes 0600
         if target.exists():
             shutil.rmtree(target)
         scratch.rename(target)

@@ -1,4 +1,4 @@
-"""The two config.json files of a made-up checkpoint, in the published layout; only sizes differ between tiny and full."""
+"""The two config.json files of a made-up checkpoint, in the published layout; tiny and full differ in sizes alone."""
 
 from __future__ import annotations
 
