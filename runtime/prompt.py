@@ -14,6 +14,7 @@ Each literal is tokenised by itself. Published ONNX packages leave the leading i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -42,6 +43,15 @@ class Template(str, Enum):
     ONNX = "onnx"  # the same without the leading im_start
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateIds:
+    """The fixed token ids around a reference and a text in voice cloning; audio start and end ids not included."""
+
+    before_reference: list[int]
+    after_reference: list[int]
+    after_text: list[int]
+
+
 class TextEncoder(Protocol):
     """What prompt building needs of a tokenizer."""
 
@@ -63,6 +73,10 @@ class PromptBuilder:
         self._after_text.append(config.audio_start_id)
         fixed = [*self._before_reference, *self._none, *self._after_reference, *self._after_text]
         self._check_ids(fixed, "the prompt template")
+
+    def template_ids(self) -> TemplateIds:
+        """What this builder puts around reference and text."""
+        return TemplateIds(list(self._before_reference), list(self._after_reference), self._after_text[:-1])
 
     def voice_clone(self, text: str, reference_codes: npt.ArrayLike) -> Rows:
         """Rows [78 + F + N, 1 + n_vq] that ask for `text` in the voice of `reference_codes` [F, nq], nq <= n_vq."""

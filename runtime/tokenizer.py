@@ -50,6 +50,11 @@ class Tokenizer:
     def piece(self, token_id: int) -> str:
         return str(self._published.id_to_piece(token_id))
 
+    def piece_id(self, piece: str) -> int | None:
+        """The id of a piece as the model spells it; None when it has no such piece."""
+        found = int(self._published.piece_to_id(piece))
+        return found if self.piece(found) == piece else None
+
     def decode(self, ids: list[int]) -> str:
         return str(self._published.decode(ids))
 
