@@ -1,0 +1,1 @@
+"""An OpenAI-compatible speech server (extra `serve`); docs/serving.md."""
