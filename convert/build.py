@@ -66,7 +66,7 @@ def plan_build(request: BuildRequest, compiler: Compiler) -> list[Step]:
     again = {step.what for step in export if step.action == "run"}
     manifest = _manifest(request.directory)
     for name in request.names:
-        steps.append(_patch_step(manifest, name, request.target, name in again))
+        steps.append(_patch_step(manifest, name, request, name in again))
     again |= {step.what for step in steps if step.stage == "patch" and step.action == "run"}
     for name in request.names:
         steps.append(Step("check", name, "run", "the readiness check has no record, it runs every time"))
@@ -86,7 +86,7 @@ def run_stages(request: BuildRequest, progress: Progress, compiler: Compiler) ->
     """Export, patch and check what has to be; return the manifest and the plan of the ATC stage."""
     manifest = _export(request, progress)
     for name in chosen_graphs(manifest, request.names):
-        manifest = _patch(manifest, name, request.target, progress)
+        manifest = _patch(manifest, name, request, progress)
     plan = _plan(request, manifest, compiler)
     refused = {job.graph: job.why for job in plan.jobs if job.state == "refused"}
     for name in dict.fromkeys(job.graph for job in plan.jobs):
@@ -186,15 +186,15 @@ def _export(request: BuildRequest, progress: Progress) -> Manifest:
     )
 
 
-def _patch(manifest: Manifest, name: str, target: Target, progress: Progress) -> Manifest:
+def _patch(manifest: Manifest, name: str, request: BuildRequest, progress: Progress) -> Manifest:
     from convert.patched_graphs import patch_graph, patch_reason
 
-    why = patch_reason(manifest, name, target)
+    why = patch_reason(manifest, name, request.target, request.buckets.batch)
     if why is None:
         progress(f"patch   {name}: unchanged")
         return manifest
     progress(f"patch   {name}: {why}")
-    patched = patch_graph(manifest, name, target)
+    patched = patch_graph(manifest, name, request.target, request.buckets.batch)
     manifest = manifest.with_patched(patched)
     manifest.save()
     done = ", ".join(f"{count} {rule}" for rule, count in patched.lowered.items())
@@ -202,12 +202,12 @@ def _patch(manifest: Manifest, name: str, target: Target, progress: Progress) ->
     return manifest
 
 
-def _patch_step(manifest: Manifest | None, name: str, target: Target, exported_again: bool) -> Step:
+def _patch_step(manifest: Manifest | None, name: str, request: BuildRequest, exported_again: bool) -> Step:
     from convert.patched_graphs import patch_reason
 
     if manifest is None or exported_again or name not in manifest.graphs:
         return Step("patch", name, "run", "it is exported before")
-    why = patch_reason(manifest, name, target)
+    why = patch_reason(manifest, name, request.target, request.buckets.batch)
     return Step("patch", name, "run" if why else "skip", why or "graph, lowerings and file are unchanged")
 
 

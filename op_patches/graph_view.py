@@ -285,7 +285,10 @@ def _tensor_type(proto: onnx.TypeProto.Tensor) -> TensorType:
 
 
 def bind_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Bind the axes of graph inputs, in place; a named axis takes its number everywhere in the interface."""
+    """Bind the axes of graph inputs, in place; a named axis takes its number everywhere in the interface.
+
+    -1 leaves an axis open, as in ATC's --input_shape.
+    """
     inputs = {i.name: i for i in model.graph.input}
     axes: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -295,6 +298,8 @@ def bind_shapes(model: ModelProto, shapes: Mapping[str, Sequence[int]]) -> None:
         if len(dims) != len(shape):
             raise PatchError(f"input shape for {name}: expected {len(dims)} numbers, got {list(shape)}")
         for dim, size in zip(dims, shape, strict=True):
+            if size == -1:
+                continue
             known = dim.dim_value if dim.HasField("dim_value") else axes.get(dim.dim_param)
             if size < 1 or (known is not None and known != size):
                 raise PatchError(f"input shape for {name}: {list(shape)} contradicts axis {dim.dim_param or known}")

@@ -35,6 +35,7 @@ from op_patches.int64_kernels import INT64_KERNELS
 from op_patches.is_nan import IS_NAN
 from op_patches.layer_norm import LAYER_NORM
 from op_patches.matmul import MATMUL
+from op_patches.matmul_310p import LIFTED_WEIGHTS, MATMUL_310P
 from op_patches.matmul_conv1x1 import MATMUL_CONV1X1
 from op_patches.model_rules import DEAD_NODES, LOCAL_FUNCTIONS, NODE_ORDER, OPSET_IMPORTS
 from op_patches.names import NAMES
@@ -111,6 +112,8 @@ def steps_for(target: Target, options: Options | None = None) -> tuple[Step, ...
     if options.matmul == "conv1x1":
         steps.append(Step((MATMUL_CONV1X1,), "after every rule that makes a MatMul"))
     steps += [
+        Step((MATMUL_310P,), "after every rule that makes or takes a MatMul"),
+        Step((LIFTED_WEIGHTS,), "removes the Unsqueeze nodes that the rule above writes on weights"),
         Step((OPSET_IMPORTS,), "last: a domain can go when the last of its nodes is gone"),
     ]
     return tuple(steps)

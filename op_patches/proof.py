@@ -20,7 +20,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from op_patches.evaluate import EvaluationError, half_run, in_float16, run_original, run_replacement
-from op_patches.graph_view import FLOATS, Array, GraphView, TensorType, stores_float16
+from op_patches.graph_view import FLOATS, Array, Dim, GraphView, TensorType, stores_float16
 from op_patches.report import HalfProof, SiteProof
 
 FLOAT16_MAX = 65504.0
@@ -323,8 +323,12 @@ def _like(reference: Array, value: Array) -> Array:
 
 
 def _signature(site: Site) -> tuple[Any, ...]:
-    """Equal for sites that differ in names only."""
+    """Equal for sites that differ in names only, those of open axes included."""
     numbers: dict[str, int] = {}
+    axes: dict[str, str] = {}
+
+    def axis(dim: Dim) -> Dim:
+        return axes.setdefault(dim, f"axis {len(axes)}") if isinstance(dim, str) else dim
 
     def number(name: str) -> int:
         return numbers.setdefault(name, len(numbers)) if name else -1
@@ -351,5 +355,7 @@ def _signature(site: Site) -> tuple[Any, ...]:
         elif value is not None:
             values.append((value.dtype.str, value.shape, value.tobytes()))
         else:
-            values.append((site.view.type_of(name), site.ranges.get(name)))
+            kind = site.view.type_of(name)
+            dims = () if kind is None else tuple(axis(d) for d in kind.shape or ())
+            values.append((kind and (kind.elem, kind.shape is None, dims), site.ranges.get(name)))
     return (*structure, tuple(values), tuple(site.view.opsets.items()), tuple(site.new_opsets.items()))

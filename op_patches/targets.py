@@ -231,6 +231,11 @@ class Target:
         """Whether ATC may turn float32 into float16 or bfloat16 for some operators."""
         return self.precision != "origin"
 
+    @property
+    def needs_static_batch(self) -> bool:
+        """Whether the lowerings need the batch as a number: float32 MatMul on 310P (op_patches.matmul_310p)."""
+        return self.family == "310p" and not self.half_precision
+
     def plugin(self, op_type: str, opset: int, domain: str = "") -> Plugin | None:
         """Return what the parser makes of a node, or None when no plugin is registered (E13010).
 
@@ -284,7 +289,7 @@ class Target:
         return Engine.UNKNOWN if kernel is None else kernel.engine(dtype)
 
 
-# 310P3 compiles in fp16 because its matrix unit has no float32: with `origin` a float32 MatMul leaves AICore.
+# 310P3 compiles in fp16 because its matrix unit has no float32: with `origin` products run on the vector unit at best.
 PRESETS: dict[str, Target] = {
     **{f"910B{n}": Target(soc=f"Ascend910B{n}") for n in (1, 2, 3, 4)},
     "A3": Target(soc="Ascend910_9391"),

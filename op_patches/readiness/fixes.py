@@ -48,6 +48,11 @@ def missing_kernel_fix(op_type: str, dtype: str) -> Fix:
 def aicpu_fix(op_type: str, dtype: str) -> Fix:
     if dtype == "float64":
         return "compute in float32", None
+    if op_type == "MatMul" and dtype == "float32":
+        return (
+            "patch with the input shapes bound (rank 3, equal batch axes), or compile with precision=fp16",
+            "matmul_310p",
+        )
     if op_type == "Pad" and dtype == "bool":
         return "Cast the bool data to int32 around it", "bool_data"
     return _AICPU.get(op_type, (_cast_advice(dtype), None))

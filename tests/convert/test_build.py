@@ -8,13 +8,14 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import onnx
 import pytest
 from click.testing import CliRunner, Result
 
 from convert import export as export_module
 from convert import patched_graphs, recorded_inputs
 from convert.atc import Buckets
-from convert.atc_plan import Compiler
+from convert.atc_plan import Compiler, plan_atc
 from convert.atc_run import require_atc
 from convert.build import BuildRequest, Step, compile_stage, plan_build, run_stages
 from convert.cann import Host
@@ -147,11 +148,31 @@ def test_another_target_is_patched_for_itself(artifacts: Path) -> None:
     }
 
 
+def test_float32_on_310p_is_patched_for_one_batch(artifacts: Path) -> None:
+    request = request_for(artifacts, target=Target(soc="Ascend310P3", precision="origin"), graphs=("step",))
+    two = dataclasses.replace(request, buckets=Buckets(batch=2, capacity=32, prefill=(8,)))
+    manifest, plan = run_stages(two, lambda _: None, Compiler())
+    patched = manifest.patched_graph("step", str(request.target))
+    assert patched is not None
+    assert patched.inputs["batch"] == "2"
+    assert set(patched.lowered) == {"layer_norm", "matmul_310p", "lifted_weights"}
+    row = onnx.load(manifest.path(patched.file), load_external_data=False).graph.input[0]
+    assert row.type.tensor_type.shape.dim[0].dim_value == 2
+    assert [job.state for job in plan.jobs] == ["compile"]
+    again = [s for s in plan_build(two, Compiler()) if s.stage == "patch"]
+    assert [s.action for s in again] == ["skip"]
+    (other,) = [s for s in plan_build(request, Compiler()) if s.stage == "patch"]
+    assert (other.action, other.why) == ("run", "the batch is 1 now")
+    (job,) = plan_atc(manifest, request.target, request.buckets, ["step"]).jobs
+    assert job.state == "refused"  # the file of batch 2 is not compiled for batch 1
+    assert "the model says 2, --input_shape 1" in job.why
+
+
 def test_a_patched_graph_that_answers_differently_is_refused(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lower = patched_graphs.apply_lowerings
 
-    def wrong(model: object, target: Target) -> object:
-        patched, report = lower(model, target)  # type: ignore[arg-type]
+    def wrong(model: object, target: Target, **bound: object) -> object:
+        patched, report = lower(model, target, **bound)  # type: ignore[arg-type]
         mul = next(n for n in patched.graph.node if n.op_type == "Mul")
         mul.op_type = "Add"
         return patched, report
