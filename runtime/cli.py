@@ -16,6 +16,9 @@ COMMANDS = {
     "voice": ("runtime.commands.voice:voice", "Store reference voices under names."),
     "parity": ("runtime.commands.parity:parity", "Compare two backends stage by stage; reports, exit 0, 1 or 2."),
     "bench": ("runtime.commands.bench:bench", "Measure speed and memory; compare two measurements."),
+    "serve": ("runtime.commands.serve:serve", "Serve speech over HTTP, as OpenAI's clients expect it."),
+    "precision": ("runtime.commands.precision:precision", "Show what a reduced precision can reach, and what to keep."),
+    "accuracy": ("runtime.commands.accuracy:accuracy", "Compare two backends over a list of texts."),
     "inspect": ("runtime.commands.inspect:inspect", "Show interface, target, hashes and sizes of graphs."),
     "selftest": ("runtime.commands.selftest:selftest", "Run the checklist of the first device and write a report."),
 }

@@ -122,7 +122,7 @@ class _AvEncoder:
         # bitexact: no random serial number and no version string, so the same samples give the same bytes.
         options = {"fflags": "+bitexact"}
         self._container: Any = av.open(sink, "w", format=codec.container, options=options)
-        self._stream = self._container.add_stream(codec.codec, rate=sample_rate_hz)
+        self._stream: Any = self._container.add_stream(codec.codec, rate=sample_rate_hz)
         self._stream.layout, self._stream.format = "mono", codec.sample_format
         self._stream.codec_context.flags |= 1 << 23  # AV_CODEC_FLAG_BITEXACT
         if codec.bit_rate:
