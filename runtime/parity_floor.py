@@ -57,4 +57,11 @@ def floor_limits(report: Mapping[str, Any], name: str) -> Limits:
         waveform=largest(("waveform",), FLOAT32_LIMITS.waveform),
         tie_margin=max(FLOAT32_LIMITS.tie_margin, 2 * logits.atol),  # two logits may move towards each other
         source=f"the precision floor {name}",
+        reference_share=max(0.0, 1 - FACTOR * (1 - _reference_share(report))),
     )
+
+
+def _reference_share(report: Mapping[str, Any]) -> float:
+    """Share of equal reference codes in the floor; 1 where no voice was measured: then nothing is allowed."""
+    found = next((s.get("share") for s in report["stages"] if s["name"] == "reference codes"), None)
+    return 1.0 if found is None else float(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -150,14 +151,18 @@ def _markdown_table(headers: tuple[str, ...], rows: list[list[Any]]) -> str:
 # -- HTML
 
 
-def to_html(parity: Parity, a: Recording | None = None, b: Recording | None = None) -> str:
-    """The page: verdict, stages, runs, where codes agree, error against position, sound, who ran it."""
-    kind = _KINDS.get(parity.verdict, "good")
-    parts = [page.verdict(kind, f"{parity.verdict.value}. {parity.text}")]
+def to_html(
+    parity: Parity, a: Recording | None = None, b: Recording | None = None, title: str = "", top: Sequence[str] = ()
+) -> str:
+    """The page: verdict, stages, runs, where codes agree, error against position, sound, who ran it.
+
+    `top` comes first, for pages whose conclusion is another one (run-om precision).
+    """
+    kind = "warn" if top else _KINDS.get(parity.verdict, "good")
+    parts = [*top, page.verdict(kind, f"{parity.verdict.value}. {parity.text}")]
     parts += [page.verdict("warn", line) for line in notices(parity)]
     if parity.cause is not None:
-        cause = f"Likely cause: {parity.cause.text}. Evidence: {parity.cause.evidence}."
-        parts.append(page.paragraph(cause))
+        parts.append(page.paragraph(f"What speaks for that cause ({parity.cause.kind}): {parity.cause.evidence}."))
     source = parity.floor or parity.limits.source
     limits = (
         f"Tolerances: {source}. A different code is a tie when both margins are at most {parity.limits.tie_margin:g}."
@@ -181,7 +186,7 @@ def to_html(parity: Parity, a: Recording | None = None, b: Recording | None = No
     parts.append(page.section("Who ran what", _scrolling(page.table(("", "a", "b"), identity_rows(parity)))))
     if parity.command:
         parts.append(page.section("The same again", f"<pre>{escape(parity.command)}</pre>"))
-    return page.page(f"Parity: {headline(parity)}", *parts)
+    return page.page(title or f"Parity: {headline(parity)}", *parts)
 
 
 def _scrolling(html: str) -> str:
@@ -220,7 +225,7 @@ def _sound(a: Recording, b: Recording) -> list[str]:
         gap = first[:n] - second[:n]
     peak = float(np.nanmax(np.abs(np.where(np.isfinite(gap), gap, 0)), initial=0.0))
     scale = 1 / peak if peak else 1.0
-    shown = f"a − b, magnified {scale:.3g} times" if peak else "a − b: zero everywhere"
+    shown = f"a − b, magnified {scale:.3g} times" if peak else "a − b: zero wherever both are numbers"
     spectra = [_spectrum(x, rate) for x in (first, second)]
     columns = min(s.shape[1] for s in spectra)
     difference = np.abs(spectra[0][:, :columns] - spectra[1][:, :columns])

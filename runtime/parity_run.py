@@ -8,10 +8,12 @@ A side is a backend with its artifacts, or a directory that holds a recording:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.accuracy import OpenSide
 from runtime.backends.select import BackendOptions, open_backend
 from runtime.errors import ParityError
 from runtime.manifest import Manifest
@@ -72,15 +74,24 @@ def run_side(
     """The recording of a side, made now unless it exists; the engine is there when the side can be rerun at will."""
     if side.recording is not None:
         return load(side.recording), None
-    assert side.artifacts is not None and side.options is not None  # parse_side fills both
+    with open_side(side, report) as opened:
+        recording = record(opened.synthesizer, opened.backend, plan, replay_of, opened.fused, traces)
+    report(f"{side.spec}: {recording.traces['greedy'].num_frames} frames greedy on {recording.identity.backend}")
+    assert side.options is not None  # open_side needed them
+    host = side.options.name in _HOST_MEMORY and side.options.provider == "cpu"
+    return recording, Engine("?", opened.manifest, opened.backend) if host else None
+
+
+@contextmanager
+def open_side(side: Side, report: Report) -> Iterator[OpenSide]:
+    """Load a side that is no recording; its sessions are freed at the end."""
+    if side.artifacts is None or side.options is None:
+        raise ParityError(f"{side.spec} is a recording: it cannot speak; give a backend and its artifacts")
     manifest = Manifest.load(side.artifacts)
     backend = open_backend(side.options.name, manifest, options=side.options, report=report)
     fused = not side.options.split
     with open_synthesizer(manifest, backend, fused=fused) as synthesizer:
-        recording = record(synthesizer, backend, plan, replay_of, fused, traces)
-    report(f"{side.spec}: {recording.traces['greedy'].num_frames} frames greedy on {recording.identity.backend}")
-    host = side.options.name in _HOST_MEMORY and side.options.provider == "cpu"
-    return recording, Engine("?", manifest, backend) if host else None
+        yield OpenSide(manifest, backend, synthesizer, fused)
 
 
 def run_sides(

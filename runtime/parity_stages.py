@@ -6,6 +6,7 @@ earlier codes of the frame are equal; a free run counts up to its first differen
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +83,7 @@ def build_stages(a: Recording, b: Recording, common: Common, replay: Mode, limit
     return (
         integer_stage("token ids", a.token_ids, b.token_ids),
         _rows_stage(a, b),
-        _reference_stage(a, b),
+        _reference_stage(a, b, limits),
         frames_stage("prefill hidden", "hidden", 0, min(n, 1), limits.hidden),
         _cache_stage(a, b, common, limits),
         frames_stage("step hidden", "hidden", 1, n, limits.hidden),
@@ -180,20 +181,25 @@ def _rows_stage(a: Recording, b: Recording) -> Stage:
     return integer_stage("prompt rows", text_rows(a.rows), text_rows(b.rows))
 
 
-def _reference_stage(a: Recording, b: Recording) -> Stage:
+def _reference_stage(a: Recording, b: Recording, limits: Limits) -> Stage:
     name = "reference codes"
     if a.reference_codes is None and b.reference_codes is None:
         return Stage(name, Verdict.NOT_MEASURED, "no voice was given")
     stage = integer_stage(name, a.reference_codes, b.reference_codes)
+    if stage.verdict is Verdict.EXACT:
+        return dataclasses.replace(stage, share=1.0)
     if stage.verdict is not Verdict.DIVERGENT or a.reference_codes is None or b.reference_codes is None:
         return stage
     n = min(len(a.reference_codes), len(b.reference_codes))
     wrong = a.reference_codes[:n] != b.reference_codes[:n]
     if not wrong.any():
         return stage
-    shares = ", ".join(f"{share:.0%}" for share in 1 - wrong.mean(axis=0))
+    share = float(1 - wrong.mean())
     frame, codebook = (int(i) for i in np.argwhere(wrong)[0])
-    return Stage(name, Verdict.DIVERGENT, f"{stage.text}; equal per codebook: {shares}", frame=frame, codebook=codebook)
+    text = f"{stage.text}; equal per codebook: {', '.join(f'{s:.0%}' for s in 1 - wrong.mean(axis=0))}"
+    same_length = len(a.reference_codes) == len(b.reference_codes)
+    verdict = Verdict.WITHIN_TOLERANCE if same_length and share >= limits.reference_share else Verdict.DIVERGENT
+    return Stage(name, verdict, text, frame=frame, codebook=codebook, share=share)
 
 
 def _cache_stage(a: Recording, b: Recording, common: Common, limits: Limits) -> Stage:

@@ -46,6 +46,7 @@ class Limits:
     waveform: Tolerance
     tie_margin: float  # in logits: how far the first choice may lead the other side's choice, on both sides
     source: str
+    reference_share: float = 1.0  # smallest share of equal reference codes
 
 
 # ONNX Runtime against PyTorch, full size, 28 frames: 2.2e-6 on hidden states below 0.4, 3.0e-5 on cache rows below 10,
@@ -108,6 +109,7 @@ class Stage:
     passing: float | None = None  # the absolute tolerance that would have passed; None when none would
     frame: int | None = None  # where it first went wrong
     codebook: int | None = None
+    share: float | None = None  # of equal codes, where codes are compared
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# run-om precision rounds graphs, which takes the lowerings and ONNX; the command imports them when it is called, on a
+# host that has them. Nothing else in runtime may look left.
+ALLOWED = {("runtime/commands/precision.py", "op_patches")}
 FORBIDDEN = {"runtime": {"convert", "op_patches"}, "op_patches": {"convert", "torch"}}
 HEAVY = ["torch", "onnx", "onnxruntime", "acl", "soundfile", "sentencepiece", "click", "fastapi"]
 
@@ -21,7 +24,9 @@ def test_no_package_imports_one_to_its_left(package):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [f"{path.relative_to(ROOT)}: {n}" for n in names if n.split(".")[0] in FORBIDDEN[package]]
+            left = [n for n in names if n.split(".")[0] in FORBIDDEN[package]]
+            where = path.relative_to(ROOT).as_posix()
+            found += [f"{where}: {n}" for n in left if (where, n.split(".")[0]) not in ALLOWED]
     assert not found
 
 
