@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from runtime.backends.select import BackendOptions
 from runtime.commands.backend_options import backend_options
+
+if TYPE_CHECKING:
+    from runtime.bench import BenchProtocol
+    from runtime.manifest import Manifest
 
 
 class BenchGroup(click.Group):
@@ -42,12 +46,14 @@ def bench() -> None:
               "100]")  # fmt: skip
 @click.option("--repeat", type=click.IntRange(1), help="Measured runs.  [default: 5]")
 @click.option("--greedy", is_flag=True, help="Best code every time, instead of sampling.")
+@click.option("--batch", type=click.IntRange(2), help="Measure this many utterances per launch against one.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write OUT (JSON) and a page beside it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def run(
     artifacts: Path,
     backend: BackendOptions,
     protocol_file: Path | None,
+    batch: int | None,
     out: Path | None,
     as_json: bool,
     **changes: Any,
@@ -63,12 +69,38 @@ def run(
     protocol = BenchProtocol.read(protocol_file) if protocol_file else BenchProtocol()
     protocol = dataclasses.replace(protocol, **{k: v for k, v in changes.items() if v})
     manifest = Manifest.load(artifacts)
+    if batch is not None:
+        click.echo(_batch(manifest, backend, batch, protocol, as_json))
+        return
     result = measure(manifest, backend, protocol, report=lambda line: click.echo(line, err=True))
     data = json.dumps(result.to_dict(), indent=1) + "\n"
     if out is not None:
         write_atomically(out, data)
         write_atomically(out.with_suffix(".html"), as_html(result))
     click.echo(data if as_json else as_text(result))
+
+
+def _batch(manifest: Manifest, backend: BackendOptions, batch: int, protocol: BenchProtocol, as_json: bool) -> str:
+    from runtime.bench_batch import measure_batch
+    from runtime.commands.backend_options import open_chosen
+    from runtime.errors import BenchError
+
+    if backend.name not in ("ort", "torch"):
+        raise BenchError(
+            f"--batch runs on ort and torch; {backend.name} runs what was compiled, one utterance at a time"
+        )
+    results = measure_batch(manifest, open_chosen(manifest, backend), batch, protocol)
+    if as_json:
+        return json.dumps([dataclasses.asdict(r) for r in results])
+    lines = [
+        f"B = {r.batch}: {r.frames_per_second:.2f} frames/s together, {r.cpu_ms_per_frame:.2f} ms of CPU per frame, "
+        f"{'codes as alone' if r.same_codes else 'codes DIFFER from those alone'}"
+        for r in results
+    ]
+    one, many = results
+    lines.append(f"throughput x {many.frames_per_second / one.frames_per_second:.2f}, by CPU time x "
+                 f"{one.cpu_ms_per_frame / many.cpu_ms_per_frame:.2f}")  # fmt: skip
+    return "\n".join(lines)
 
 
 @bench.command()
