@@ -61,6 +61,22 @@ def compare_tensors(name: str, reference: Array, other: Array, tolerance: Tolera
     return Difference(name, max_abs <= allowed, max_abs, reference_max, max_abs, reason)
 
 
+def largest_gap(reference: Array, other: Array) -> float:
+    """Largest |difference| of two tensors of any kind; infinite where shapes, kinds, NaN or infinities disagree.
+
+    For proofs: there a NaN or an infinity of the reference must come out as the same NaN or infinity.
+    """
+    if reference.shape != other.shape or reference.dtype.kind != other.dtype.kind:
+        return float("inf")
+    if reference.dtype.kind not in "fc":
+        return 0.0 if np.array_equal(reference, other) else float("inf")
+    a, b = reference.astype(np.float64), other.astype(np.float64)
+    numbers = np.isfinite(a)
+    if not np.array_equal(a[~numbers], b[~numbers], equal_nan=True) or not np.isfinite(b[numbers]).all():
+        return float("inf")
+    return float(np.max(np.abs(a[numbers] - b[numbers]), initial=0.0))
+
+
 @dataclass(frozen=True, slots=True)
 class Metrics:
     """How far apart two float tensors of one shape are. None is "not defined here": never a good value.

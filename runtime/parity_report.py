@@ -190,7 +190,7 @@ def to_html(
 
 
 def _scrolling(html: str) -> str:
-    return f"<div style='overflow-x:auto'>{html}</div>"
+    return f"<div class='wide'>{html}</div>"
 
 
 def _agreement(parity: Parity) -> list[str]:
