@@ -197,6 +197,43 @@ def test_a_seeded_difference_is_a_tie_only_while_the_logits_agree():
     assert compare(*sides, strict).mode("seeded").verdict is Verdict.DIVERGENT
 
 
+def test_a_choice_is_judged_with_the_penalty_of_the_codes_before_it():
+    t = A.traces["seeded"]
+    for frame, q in np.ndindex(F - 1, Q):
+        codes = t.codes.copy()
+        codes[frame, q] = (codes[frame, q] + 1) % V
+        first = compare(A, changed("seeded", codes=codes)).mode("seeded").first
+        assert (first.frame, first.codebook, first.a_follows) == (frame, q, True)
+
+
+def test_codes_beside_the_end_decision_mean_nothing():
+    codes = A.traces["greedy"].codes.copy()
+    codes[-1] = (codes[-1] + 1) % V
+    assert compare(A, changed("greedy", codes=codes)).mode("greedy").verdict is Verdict.EXACT
+
+
+def test_a_run_that_stops_without_a_reason_is_an_error():
+    cut = dataclasses.replace(A, traces={**A.traces, "greedy": first_frames(A.traces["greedy"], 6)})
+    parity = compare(A, cut)
+    assert parity.mode("greedy").verdict is Verdict.ERROR and parity.verdict is Verdict.ERROR
+
+
+def test_one_real_difference_among_ties_diverges_and_is_the_one_that_is_named():
+    t = A.traces["replay"]
+    low, high, codes = t.code_logits.copy(), t.code_logits.copy(), t.codes.copy()
+    code, best = runner_up("replay", 1, 0)
+    low[1, 0, code], high[1, 0, code], codes[1, 0] = best - 3e-4, best + 3e-4, code
+    codes[7, 2] = (codes[7, 2] + 1) % V
+    mode = compare(changed("replay", code_logits=low), changed("replay", code_logits=high, codes=codes)).mode("replay")
+    assert (mode.verdict, mode.num_ties, mode.num_divergent) == (Verdict.DIVERGENT, 1, 1)
+    assert (mode.first.frame, mode.first.codebook) == (7, 2)
+
+
+def test_codes_that_are_all_the_same_prove_nothing():
+    stuck = changed("replay", codes=np.full_like(A.traces["replay"].codes, 7))
+    assert compare(stuck, stuck).stage("codes").verdict is Verdict.NOT_MEASURED
+
+
 def test_an_end_that_comes_earlier_is_named_as_the_end_decision():
     t = A.traces["greedy"]
     slots, go_on = t.slot_logits.copy(), t.go_on.copy()
