@@ -17,9 +17,20 @@ import numpy as np
 
 from runtime.compare_audio import AudioMetrics, measure_audio
 from runtime.parity_causes import Engine, find_cause
-from runtime.parity_record import Identity, Plan, Recording
-from runtime.parity_stages import REQUIRED, build_stages, common_part, error_growth, free_mode, replay_mode
+from runtime.parity_choices import Rule
+from runtime.parity_record import Identity, Plan, Recording, Trace
+from runtime.parity_stages import (
+    REQUIRED,
+    build_stages,
+    common_part,
+    compare_traces,
+    error_growth,
+    free_mode,
+    replay_mode,
+    waveform_stage,
+)
 from runtime.parity_verdict import FLOAT32_LIMITS, Cause, Growth, Limits, Mode, Stage, Verdict, worst
+from runtime.synthesizer import Request, Speech
 
 FORMAT = "moss-parity-1"
 
@@ -114,6 +125,44 @@ def compare(
         command,
         tuple(notes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechParity:
+    """What can be said of two finished requests: their codes, and their waveforms while the codes are equal."""
+
+    codes: Mode
+    waveform: Stage
+    audio: AudioMetrics | None
+
+    @property
+    def verdict(self) -> Verdict:
+        return (
+            self.codes.verdict if self.codes.first is not None else worst((self.codes.verdict, self.waveform.verdict))
+        )
+
+
+def compare_speeches(a: Speech, b: Speech, request: Request, limits: Limits = FLOAT32_LIMITS) -> SpeechParity:
+    """Compare two results of one request. With the logits kept (Synthesizer.say(…, keep_logits=True)) a tie is told
+    apart from a divergence; without them every different code is a divergence."""
+    mode = compare_traces("codes", _trace(a), _trace(b), Rule(request.sampling, request.seed, limits.tie_margin))
+    if not np.array_equal(a.generation.codes, b.generation.codes):
+        return SpeechParity(mode, Stage("waveform", Verdict.NOT_MEASURED, "the sides decoded different codes"), None)
+    return SpeechParity(
+        mode,
+        waveform_stage(a.waveform, b.waveform, a.generation.num_frames, limits),
+        measure_audio(a.waveform, b.waveform, a.sample_rate_hz),
+    )
+
+
+def _trace(speech: Speech) -> Trace:
+    generation = speech.generation
+    if generation.frames:
+        return Trace.of(list(generation.frames))
+    ended = generation.finish_reason == "stop"  # the decision that ended it has no codes that count
+    codes = np.concatenate([generation.codes, generation.codes[-1:]]) if ended else generation.codes
+    go_on = np.arange(len(codes)) < generation.num_frames
+    return Trace(codes, go_on, None, None, None)
 
 
 def _overall(stages: tuple[Stage, ...], modes: tuple[Mode, ...], growth: Growth) -> Verdict:

@@ -90,8 +90,8 @@ def build_stages(a: Recording, b: Recording, common: Common, replay: Mode, limit
         frames_stage("slot logits", "slot_logits", 0, n, limits.logits),
         _code_logits_stage(common, limits) if n else Stage("code logits", Verdict.NOT_MEASURED, no_frames),
         Stage("codes", replay.verdict, replay.text, frame=_of(replay, "frame"), codebook=_of(replay, "codebook")),
-        _decoded_stage("codec latents", a.latents, b.latents, a, b, limits.hidden),
-        _decoded_stage("waveform", a.waveform, b.waveform, a, b, limits.waveform),
+        _decoded_stage("codec latents", a.latents, b.latents, a, b, limits),
+        _decoded_stage("waveform", a.waveform, b.waveform, a, b, limits),
     )
 
 
@@ -228,7 +228,7 @@ def _code_logits_stage(common: Common, limits: Limits) -> Stage:
 
 
 def _decoded_stage(
-    name: str, a: Array | None, b: Array | None, side_a: Recording, side_b: Recording, tolerance: Tolerance
+    name: str, a: Array | None, b: Array | None, side_a: Recording, side_b: Recording, limits: Limits
 ) -> Stage:
     """What the codec makes of the replayed codes: the same codes on both sides."""
     failed = [f"{s}: {r.failures[name]}" for s, r in (("a", side_a), ("b", side_b)) if name in r.failures]
@@ -239,14 +239,20 @@ def _decoded_stage(
     latents = name == "codec latents"
     if a is None or b is None:
         return _missing(name, a, b, optional=latents)
-    if a.shape != b.shape:
-        return Stage(name, Verdict.DIVERGENT, f"a has {list(a.shape)} samples, b has {list(b.shape)}")
     if latents:
-        return tensor_stage(name, a, b, tolerance, np.arange(len(a))[:, None], optional=True)
-    samples = a.shape[-1] // max(len(side_a.replay_codes), 1)
-    stage = tensor_stage(name, a.T, b.T, tolerance, np.arange(a.shape[-1])[:, None])  # rows are samples
+        return tensor_stage(name, a, b, limits.hidden, np.arange(len(a))[:, None], optional=True)
+    return waveform_stage(a, b, len(side_a.replay_codes), limits)
+
+
+def waveform_stage(a: Array, b: Array, num_frames: int, limits: Limits) -> Stage:
+    """Two waveforms [channels, samples] of the same `num_frames` frames of codes."""
+    if a.shape != b.shape:
+        return Stage("waveform", Verdict.DIVERGENT, f"a has {list(a.shape)} samples, b has {list(b.shape)}")
+    rows = np.arange(a.shape[-1])[:, None]  # a row is one sample of all channels
+    stage = tensor_stage("waveform", a.T, b.T, limits.waveform, rows)
+    samples = a.shape[-1] // max(num_frames, 1)
     frame = None if stage.frame is None or not samples else stage.frame // samples
-    return Stage(name, stage.verdict, stage.text, stage.metrics, stage.allowed, stage.passing, frame)
+    return dataclasses.replace(stage, frame=frame, codebook=None)
 
 
 # -- modes
@@ -256,13 +262,17 @@ def free_mode(name: str, a: Recording, b: Recording, limits: Limits) -> Mode:
     """Greedy or seeded, each side on its own."""
     if name not in a.traces or name not in b.traces:
         return Mode(name, Verdict.NOT_MEASURED, "not recorded on both sides")
-    first, second = a.traces[name], b.traces[name]
     sampling = GREEDY if name == "greedy" else a.plan.sampling
+    return compare_traces(name, a.traces[name], b.traces[name], Rule(sampling, a.plan.seed, limits.tie_margin))
+
+
+def compare_traces(name: str, first: Trace, second: Trace, rule: Rule) -> Mode:
+    """Two free runs of one request, up to their first different choice."""
     if first.codes.shape[1:] != second.codes.shape[1:]:
         return Mode(
             name, Verdict.ERROR, f"a has frames of {first.codes.shape[1:]} codes, b of {second.codes.shape[1:]}"
         )
-    found = next(differences(first, second, Rule(sampling, a.plan.seed, limits.tie_margin), None), None)
+    found = next(differences(first, second, rule, None), None)
     n = min(first.num_frames, second.num_frames)
     equal = first.codes[:n] == second.codes[:n]
     shared = {

@@ -16,13 +16,16 @@ from runtime import plots
 from runtime.compare import measure
 from runtime.compare_audio import log_spectrogram, measure_audio
 from runtime.errors import ParityError
-from runtime.parity import Parity, compare
+from runtime.frame_model import Frame
+from runtime.generate import Generation
+from runtime.parity import Parity, compare, compare_speeches
 from runtime.parity_diff import diff_reports
 from runtime.parity_floor import floor_limits, read_report
 from runtime.parity_record import Identity, Plan, Recording, Trace, load, save
 from runtime.parity_report import to_html, to_json, to_markdown, write_report
 from runtime.parity_verdict import FLOAT32_LIMITS, Verdict, worst
 from runtime.sampling import SamplingParams, choose_code, draw_uniforms
+from runtime.synthesizer import Request, Speech
 
 F, Q, V, E = 12, 4, 30, 8
 IDENTITY = Identity("ort", "made", "artifacts/made", True, {"step": "ab"}, "aa", "bb", "pytorch", 128, True, False, {})
@@ -380,6 +383,30 @@ def test_a_side_that_does_not_repeat_itself_is_noted():
     codes = A.traces["replay"].codes.copy()
     codes[1, 1] = (codes[1, 1] + 1) % V
     assert "does not repeat itself" in compare(changed("replay", codes=codes), A).notes[0]
+
+
+def speech(recording: Recording, keep_logits: bool = True) -> Speech:
+    """A finished request with the seeded trace and the waveform of a recording."""
+    t = recording.traces["seeded"]
+    fields = zip(t.go_on, t.codes, t.hidden, t.slot_logits, t.code_logits, strict=True)
+    frames = tuple(Frame(bool(go_on), *rest) for go_on, *rest in fields) if keep_logits else ()
+    generation = Generation(t.codes[t.go_on], "stop", 5, 1.0, 1.0, frames)
+    return Speech(recording.waveform, 8000, generation, 1.0, "made")
+
+
+@pytest.mark.parametrize("keep_logits", [True, False])
+def test_two_finished_requests_can_be_compared(keep_logits):
+    request = Request("Hello.", sampling=A.plan.sampling)
+    a = speech(A, keep_logits)
+    assert compare_speeches(a, a, request).verdict is Verdict.EXACT
+    louder = speech(dataclasses.replace(A, waveform=A.waveform * 2), keep_logits)
+    found = compare_speeches(a, louder, request)
+    assert found.verdict is Verdict.DIVERGENT and found.codes.verdict is Verdict.EXACT and found.audio.gain < 0.6
+    codes = A.traces["seeded"].codes.copy()
+    codes[4, 2] = (codes[4, 2] + 1) % V
+    other = compare_speeches(a, speech(changed("seeded", codes=codes), keep_logits), request)
+    assert other.verdict is Verdict.DIVERGENT and (other.codes.first.frame, other.codes.first.codebook) == (4, 2)
+    assert other.waveform.verdict is Verdict.NOT_MEASURED
 
 
 # -- files and reports
