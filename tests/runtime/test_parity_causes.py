@@ -197,7 +197,7 @@ def test_reduced_precision(manifest, a):
                 outputs[name] = value.astype(np.float16).astype(np.float32)
 
     side.outputs(change, ("prefill", "frame", "step_frame"))
-    assert_parts(side.against(a), "prefill cache", "precision", "float16")
+    assert_parts(side.against(a), "prefill hidden", "precision", "float16")
 
 
 def test_a_scaled_hidden_state(manifest, a):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from convert.atc_keep import KeepList
 from op_patches.precision import Keep, Mode, NodeRange
 from op_patches.reduced_artifacts import ReducedArtifacts
 from op_patches.targets import Target
@@ -17,7 +18,7 @@ from runtime.cli import cli
 from runtime.frame_model import HostFrameModel
 from runtime.manifest import Manifest
 from runtime.parity_record import GREEDY, Plan, Recording, run_frames
-from runtime.precision import SEARCH_GRAPHS, Loudest, loudest_nodes, replay_agreement, search_keep
+from runtime.precision import SEARCH_GRAPHS, Loudest, Search, loudest_nodes, replay_agreement, search_keep
 
 FRAMES = 10
 
@@ -151,3 +152,22 @@ def test_the_search_mends_a_bfloat16_model(golden_llm, tmp_path: Path) -> None:
 def test_a_keep_list_that_cannot_be_read_is_refused(tiny_artifacts: Path, tmp_path: Path) -> None:
     result = run_om("precision", tiny_artifacts, "--keep", tmp_path / "missing.txt")
     assert result.exit_code == 1 and "not a readable keep list" in result.stderr
+
+
+def test_a_found_keep_list_is_written_for_atc_and_in_force_in_the_floor(
+    tiny_artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Search(1.0, 0.9, 1.0, ("MatMul", "Softmax"), (), 12, 30, 5, True)
+    monkeypatch.setattr("runtime.precision.search_keep", lambda *_: found)
+    keep = tmp_path / "keep.txt"
+    result = run_om(
+        "precision", tiny_artifacts, "--frames", 4, "--threads", 1, "--search", "--keep-out", keep, "--json"
+    )
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["kept"] == ["OpType::MatMul", "OpType::Softmax"] and data["search"]["num_nodes"] == 12
+    assert "90.00% without" in keep.read_text() and "--search" in keep.read_text()
+    assert set(KeepList.read(keep).op_types) == {"MatMul", "Softmax"}
+    again = run_om("precision", tiny_artifacts, "--frames", 4, "--threads", 1, "--keep", keep, "--json")
+    hidden = [s for s in json.loads(again.stdout)["parity"]["stages"] if s["name"] == "step hidden"]
+    assert hidden == [s for s in data["parity"]["stages"] if s["name"] == "step hidden"]
