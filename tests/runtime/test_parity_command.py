@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from runtime.backends import om_device
+from runtime.backends.om_rows import RowCopier
 from runtime.backends.simulator import uninstall
 from runtime.cli import cli
 from runtime.graphs import derived_axes
@@ -135,6 +136,22 @@ def test_the_simulated_om_agrees_and_says_that_it_is_simulated(compiled: Path, s
     assert verdicts["prefill cache"] in ("EXACT", "WITHIN_TOLERANCE")  # read back from the device
     assert verdicts["codec latents"] == "NOT_MEASURED"
     assert verdicts["codes"] == "EXACT" and "Not measured: reference codes, codec latents" in data["text"]
+
+
+def test_a_device_that_writes_cache_rows_one_too_early_is_found_out(
+    compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copy = RowCopier.copy
+
+    def early(self, target, source, width, column):
+        return copy(self, target, source, width, column - width if column else 0)
+
+    monkeypatch.setattr(RowCopier, "copy", early)
+    result = parity("--a", "ort", "--b", "simulated", "--artifacts", compiled, "--report", tmp_path)
+    assert result.exit_code == 1, result.output
+    assert "The sides part at step hidden" in result.stdout
+    assert "cause: on side b, new cache rows are written one row too early" in result.stdout
+    assert "rerun with this fault comes within" in (tmp_path / "parity.html").read_text()
 
 
 def test_accuracy_counts_texts_and_writes_json(tiny_artifacts: Path, other: Path, tmp_path: Path) -> None:
