@@ -26,7 +26,7 @@ pre { background: var(--card); padding: .6rem; overflow-x: auto; white-space: pr
 .good { border-color: var(--good) } .bad { border-color: var(--bad) } .warn { border-color: var(--warn) }
 b.good { color: var(--good) } b.bad { color: var(--bad) } b.warn { color: var(--warn) }
 svg { width: 100%; height: auto; display: block } audio { width: 100% } .dim { color: var(--dim) }
-.wide { overflow-x: auto } .wide td:last-child { min-width: 17rem }
+.wide { overflow-x: auto } .wide td:last-child { min-width: 15rem }
 """
 
 

@@ -192,7 +192,13 @@ def _sentence(
         where = _place(bad[0])
         place = "".join(f", {k} {where[k]}" for k in ("frame", "codebook") if where[k] is not None)
         guess = f" Likely cause: {cause.text}." if cause is not None else ""
-        return f"The sides part at {where['name']}{place}: {bad[0].text}.{guess}{without}"
+        codes = next((m for m in (modes[-1], *modes) if m.first is not None), None)
+        named = (
+            f" First different code, {codes.name}: {codes.first}."
+            if codes and str(codes.first) not in bad[0].text
+            else ""
+        )
+        return f"The sides part at {where['name']}{place}: {bad[0].text}.{named}{guess}{without}"
     if growth.verdict is Verdict.DIVERGENT:
         return f"All stages agree, but {growth.text}.{without}"
     if verdict is Verdict.NOT_MEASURED:

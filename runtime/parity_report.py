@@ -22,7 +22,7 @@ HTML_NAME, JSON_NAME, MARKDOWN_NAME = "parity.html", "parity.json", "parity.md"
 SPECTRUM_DB = 40.0  # range of the difference spectrogram
 _KINDS = {Verdict.DIVERGENT: "bad", Verdict.ERROR: "bad", Verdict.NEAR_TIE: "warn", Verdict.NOT_MEASURED: "warn"}
 
-STAGE_HEADERS = ("stage", "verdict", "largest |a − b|", "allowed", "would have passed", "relative", "cosine",
+STAGE_HEADERS = ("stage", "verdict", "largest |a − b|: would have passed", "allowed", "relative", "cosine",
                  "correlation", "top-1", "what was found")  # fmt: skip
 MODE_HEADERS = ("run", "verdict", "frames a", "frames b", "equal codes", "agreement", "what was found")
 
@@ -68,7 +68,7 @@ def _stage_row(stage: Stage) -> list[Any]:
     place = "" if stage.frame is None else f" [frame {stage.frame}"
     place += "" if not place else f", codebook {stage.codebook}]" if stage.codebook is not None else "]"
     largest = m.max_abs if m is not None else None
-    return [stage.name, stage.verdict.value, largest, stage.allowed, stage.passing, *numbers, stage.text + place]
+    return [stage.name, stage.verdict.value, largest, stage.allowed, *numbers, stage.text + place]
 
 
 def mode_rows(parity: Parity) -> list[list[Any]]:

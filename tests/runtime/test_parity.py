@@ -153,6 +153,15 @@ def test_logits_behind_a_different_code_are_not_compared():
     assert (parity.divergence.name, parity.divergence.frame, parity.divergence.codebook) == ("code logits", 3, 1)
 
 
+def test_the_verdict_of_an_earlier_stage_still_names_the_first_different_code():
+    t = A.traces["replay"]
+    codes, hidden = t.codes.copy(), t.hidden + np.float32(1)
+    codes[3, 1] = (codes[3, 1] + 1) % V
+    parity = compare(A, changed("replay", codes=codes, hidden=hidden))
+    assert parity.divergence.name == "prefill hidden"
+    assert f"First different code, replay: {parity.mode('replay').first}" in parity.text and "margin" in parity.text
+
+
 def test_a_code_that_does_not_follow_from_its_logits_is_never_a_tie():
     t = A.traces["replay"]
     codes, logits = t.codes.copy(), t.code_logits.copy()
