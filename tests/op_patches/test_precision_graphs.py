@@ -140,7 +140,8 @@ def test_integers_are_left_alone():
 @pytest.mark.parametrize("mode", [Mode.FP16, Mode.BF16])
 def test_constants_round_like_the_type_itself_and_float16_clips(mode):
     x = np.random.default_rng(3).standard_normal(2000).astype(np.float32) * 10 ** np.linspace(-6, 4, 2000)
-    x = x.astype(np.float32)
+    ties = (1 + np.arange(64) * 2.0**-8).astype(np.float32)  # every second one lies between two bfloat16
+    x = np.concatenate([x, ties, -ties, 1 + ties * 2.0**-5]).astype(np.float32)
     dtype = np.float16 if mode is Mode.FP16 else ml_dtypes.bfloat16
     np.testing.assert_array_equal(round_constant(x, mode), x.astype(dtype).astype(np.float32))
     big = round_constant(np.array([1e6, -1e6], np.float32), mode)
@@ -162,7 +163,8 @@ def test_the_first_node_that_overflows_is_found_by_name():
 
 
 def test_external_weights_are_rounded_into_a_file_of_their_own(tmp_path: Path):
-    model = with_weight(parse("mm: y = MatMul (x, w)"), "w", W)
+    model = with_weight(parse("mm: p = MatMul (x, w)\nm2: y = MatMul (p, v)"), "w", W)
+    model = with_weight(model, "v", W.T[::-1])
     onnx.save(model, str(tmp_path / "g.onnx"), save_as_external_data=True, location="w.bin", size_threshold=0)
     light = onnx.load(str(tmp_path / "g.onnx"), load_external_data=False)
     with pytest.raises(PatchError, match="no file with rounded weights"):
@@ -171,7 +173,8 @@ def test_external_weights_are_rounded_into_a_file_of_their_own(tmp_path: Path):
     reduced = reduce_precision(light, Mode.FP16, TARGET, NOTHING, "r.bin")
     (tmp_path / "r.onnx").write_bytes(reduced.model.SerializeToString())
     session = onnxruntime.InferenceSession(str(tmp_path / "r.onnx"), providers=["CPUExecutionProvider"])
-    np.testing.assert_array_equal(session.run(None, {"x": X})[0], half(half(X) @ half(W)))
+    expected = half(half(half(X) @ half(W)) @ half(W.T[::-1]))
+    np.testing.assert_array_equal(session.run(None, {"x": X})[0], expected)
 
 
 def test_a_keep_list_is_what_the_atc_step_reads():
