@@ -51,7 +51,7 @@ def differences(a: Trace, b: Trace, rule: Rule, fed: Ints | None) -> Iterator[Co
             if fed is None:
                 return
         codes = a.codes[frame] if fed is None else fed[frame]
-        used = np.flatnonzero(codes < seen.shape[1])
+        used = np.flatnonzero((codes >= 0) & (codes < seen.shape[1]))
         seen[used, codes[used]] = 1
 
 
@@ -78,7 +78,7 @@ def _code_difference(
         return None
     q = int(different[0])
     choices = int(a.codes[frame, q]), int(b.codes[frame, q])
-    if a.code_logits is None or b.code_logits is None or max(choices) >= seen.shape[1]:
+    if a.code_logits is None or b.code_logits is None or not all(0 <= c < seen.shape[1] for c in choices):
         return _unexplained(frame, q, choices)
     logits = a.code_logits[frame, q], b.code_logits[frame, q]
     follows = [
@@ -116,6 +116,6 @@ def _difference(
 
 
 def _unexplained(frame: int, codebook: int | None, choices: tuple[int, int]) -> CodeDifference:
-    """Logits are missing on a side: a difference that cannot be called a tie."""
+    """Logits are missing, or a number is no code at all: a difference that cannot be called a tie."""
     unknown = (float("nan"), float("nan"))
     return CodeDifference(frame, codebook, *choices, unknown, unknown, True, True, float("nan"), False)

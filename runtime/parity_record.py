@@ -136,6 +136,7 @@ def record(
     notes: list[str] = []
     if replay_of is not None:  # first, so that no row of an earlier run lies in the cache
         fed_rows, fed = replay_of.replay_rows, replay_of.replay_codes
+        _check_codes(fed, synthesizer.manifest)
         done["replay"] = run_frames(model, fed_rows, GREEDY, plan.seed, len(fed), fed, cache=cache)
     done["greedy"] = run_frames(model, rows, GREEDY, plan.seed, plan.frames)
     if "seeded" in traces:
@@ -145,6 +146,7 @@ def record(
         if not len(fed):
             notes.append("the greedy run ended before its first frame; the replay goes on behind the end")
             fed = run_frames(model, rows, GREEDY, plan.seed, plan.frames, past_end=True).codes
+        _check_codes(fed, synthesizer.manifest)
         done["replay"] = run_frames(model, fed_rows, GREEDY, plan.seed, len(fed), fed, cache=cache)
     failures: dict[str, str] = {}
     waveform = latents = None
@@ -169,6 +171,16 @@ def record(
         failures=failures,
         notes=tuple(notes),
     )
+
+
+def _check_codes(codes: Ints, manifest: Manifest) -> None:
+    """Codes that another side chose are fed to this one: numbers that are no codes would read foreign memory."""
+    largest = max(manifest.model.codebook_size - 1, manifest.model.audio_pad_id)
+    if codes.size and not (codes.min() >= 0 and codes.max() <= largest):
+        raise ParityError(
+            f"the reference chose codes from {codes.min()} to {codes.max()}, expected 0 to {largest}; take the other "
+            "side as the reference (--a)"
+        )
 
 
 def run_frames(

@@ -246,6 +246,24 @@ def test_codes_that_are_all_the_same_prove_nothing():
     assert compare(stuck, stuck).stage("codes").verdict is Verdict.NOT_MEASURED
 
 
+@pytest.mark.parametrize("garbage", [-1, -(2**31), V, 2**31 - 1])
+@pytest.mark.parametrize("mode", ["greedy", "seeded", "replay"])
+def test_numbers_that_are_no_codes_diverge_and_break_nothing(garbage, mode):
+    codes = A.traces[mode].codes.copy()
+    codes[2, 1] = garbage
+    for pair in ((A, changed(mode, codes=codes)), (changed(mode, codes=codes), A)):
+        parity = compare(*pair)
+        assert parity.verdict is Verdict.DIVERGENT and (parity.mode(mode).first.frame) == 2
+        json.loads(to_json(parity))
+        assert to_html(parity, *pair) and to_markdown(parity)
+
+
+def test_a_codec_that_failed_is_an_error_with_its_message():
+    failed = dataclasses.replace(A, waveform=None, latents=None, failures={"waveform": "aclmdlExecute failed: 507011"})
+    parity = compare(A, failed)
+    assert parity.verdict is Verdict.ERROR and "b: aclmdlExecute failed: 507011" in parity.text
+
+
 def test_an_end_that_comes_earlier_is_named_as_the_end_decision():
     t = A.traces["greedy"]
     slots, go_on = t.slot_logits.copy(), t.go_on.copy()

@@ -13,6 +13,7 @@ import soundfile
 
 from runtime.assembly import open_codec
 from runtime.backends.ort import OrtBackend
+from runtime.errors import ParityError
 from runtime.frame_model import HostFrameModel
 from runtime.manifest import Manifest, sha256_of
 from runtime.parity import Parity, compare
@@ -335,3 +336,9 @@ def test_a_late_waveform(manifest, a):
     late[:, :37] = 0
     parity = compare(a, dataclasses.replace(a, waveform=late))
     assert_parts(parity, "waveform", "lag", "37 samples late")
+
+
+def test_garbage_of_the_reference_is_not_fed_to_the_other_side(manifest, a):
+    broken = dataclasses.replace(a, replay_codes=np.where(a.replay_codes == a.replay_codes[0, 0], -1, a.replay_codes))
+    with pytest.raises(ParityError, match="the reference chose codes from -1"):
+        Side(manifest).against(broken)
