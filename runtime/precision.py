@@ -8,7 +8,7 @@ op_patches/precision.py; this module only runs them, and searches what has to st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -214,18 +214,22 @@ class Search:
 Evaluate = Callable[[frozenset[str], frozenset[str]], float]  # (names, op types) kept -> agreement
 
 
-def replay_agreement(reference: Recording, reduced: Manifest, threads: int | None = None) -> float:
-    """Share of a's codes that the rounded graphs choose again when they are fed a's codes; 0 when a value breaks."""
+def replay_agreement(references: Sequence[Recording], reduced: Manifest, threads: int | None = None) -> float:
+    """Share of the references' codes that the rounded graphs choose again when fed them; 0 where they break."""
     model = HostFrameModel(reduced, OrtBackend(threads))
+    equal = total = 0
     try:
-        trace = run_frames(model, reference.replay_rows, GREEDY, reference.plan.seed, len(reference.replay_codes),
-                           reference.replay_codes)  # fmt: skip
+        for reference in references:
+            fed, seed = reference.replay_codes, reference.plan.seed
+            trace = run_frames(model, reference.replay_rows, GREEDY, seed, len(fed), fed)
+            if trace.code_logits is None or not np.isfinite(trace.code_logits).all():
+                return 0.0
+            expected = reference.traces["replay"].codes
+            equal += int((trace.codes == expected).sum())
+            total += expected.size
     finally:
         model.close()
-    if trace.code_logits is None or not np.isfinite(trace.code_logits).all():
-        return 0.0
-    expected = reference.traces["replay"].codes
-    return float((trace.codes == expected).mean())
+    return equal / total if total else 0.0
 
 
 def search_keep(

@@ -56,7 +56,7 @@ def search_lines(search: Search) -> list[str]:
         f"{search.agreement_without:.2%} ({search.evaluations} runs{cut})",
         *(f"  keep {entry}" for entry in kept[:20]),
         *([f"  and {len(kept) - 20} more"] if len(kept) > 20 else []),
-        "  minimal for the frames of this text; check it on another one: --text … --keep …",
+        "  minimal for the frames of these texts; check it on another one: --text … --keep …",
     ]
 
 

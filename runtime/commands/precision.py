@@ -24,7 +24,7 @@ _TEXT = "The quick brown fox jumps over the lazy dog, and then it takes a short 
     "--mode", "mode_name", default="fp16", show_default=True, type=click.Choice(["fp16", "mixed", "bf16", "hf32"])
 )
 @click.option("--target", default="910B4", show_default=True, help="CANN and SoC, as convert-moss patch takes it.")
-@click.option("--text", default=_TEXT, help="What to speak.")
+@click.option("--text", "texts", multiple=True, default=[_TEXT], help="What to speak; more of them widen --search.")
 @click.option("--voice", type=_FILE, help="Reference clip.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
@@ -55,14 +55,15 @@ def precision(artifacts: Path, **options: Any) -> None:
     target = Target.parse(f"{options['target']},precision={mode.atc}")
     keep = _read_keep(options["keep_path"])
     manifest = Manifest.load(artifacts)
-    plan = Plan(options["text"], options["voice"], options["seed"], options["frames"])
-    reference, feeds = record_reference(manifest, plan, options["threads"])
-    click.echo(f"float32: {len(reference.replay_codes)} frames", err=True)
+    plans = [Plan(text, options["voice"], options["seed"], options["frames"]) for text in options["texts"]]
+    recorded = [record_reference(manifest, plan, options["threads"]) for plan in plans]
+    references, (reference, feeds) = [r for r, _ in recorded], recorded[0]
+    click.echo(f"float32: {sum(len(r.replay_codes) for r in references)} frames", err=True)
     with tempfile.TemporaryDirectory(prefix="moss-precision-") as scratch:
         reduced = ReducedArtifacts(manifest, Path(scratch), mode, target, FLOOR_GRAPHS)
         search = None
         if options["search"]:
-            search = _search(reduced, reference, options)
+            search = _search(reduced, references, options)
             keep = Keep(frozenset(search.names), frozenset(search.op_types))
         ranges = {graph: reduced.ranges(graph, feeds[graph], keep) for graph in FLOOR_GRAPHS if graph in feeds}
         command = _command_line(artifacts, options)
@@ -93,13 +94,13 @@ def _read_keep(path: Path | None) -> Any:
         raise ParityError(f"{path} is not a readable keep list ({error})") from error
 
 
-def _search(reduced: Any, reference: Any, options: dict[str, Any]) -> Any:
+def _search(reduced: Any, references: Any, options: dict[str, Any]) -> Any:
     from op_patches.precision import Keep
     from runtime.precision import SEARCH_GRAPHS, replay_agreement, search_keep
 
     def evaluate(names: frozenset[str], types: frozenset[str]) -> float:
         manifest = reduced.write(Keep(names, types), SEARCH_GRAPHS)
-        return replay_agreement(reference, manifest, options["threads"])
+        return replay_agreement(references, manifest, options["threads"])
 
     nodes = reduced.reduced_nodes(SEARCH_GRAPHS)
     return search_keep(nodes, evaluate, options["reach"], options["limit"], lambda line: click.echo(line, err=True))
@@ -107,10 +108,11 @@ def _search(reduced: Any, reference: Any, options: dict[str, Any]) -> Any:
 
 def _command_line(artifacts: Path, options: dict[str, Any]) -> str:
     words = ["run-om", "precision", str(artifacts)]
-    names = {"mode_name": "mode", "keep_path": "keep"}
-    for key, value in options.items():
-        if value is None or value is False or key == "as_json":
+    names = {"mode_name": "mode", "keep_path": "keep", "texts": "text"}
+    for key, given in options.items():
+        if given is None or given is False or key == "as_json":
             continue
-        words.append("--" + names.get(key, key).replace("_", "-"))
-        words += [] if value is True else [str(value)]
+        for value in given if isinstance(given, tuple) else (given,):
+            words.append("--" + names.get(key, key).replace("_", "-"))
+            words += [] if value is True else [str(value)]
     return shlex.join(words)

@@ -140,9 +140,10 @@ def test_the_search_mends_a_bfloat16_model(golden_llm, tmp_path: Path) -> None:
     reduced = ReducedArtifacts(manifest, tmp_path, Mode.BF16, Target(precision="mixed_bfloat16"), SEARCH_GRAPHS)
 
     def evaluate(names: frozenset[str], types: frozenset[str]) -> float:
-        return replay_agreement(reference, reduced.write(Keep(names, types)), 1)
+        return replay_agreement([reference], reduced.write(Keep(names, types)), 1)
 
     without = evaluate(frozenset(), frozenset())
+    assert replay_agreement([reference, reference], reduced.write(), 1) == pytest.approx(without)
     assert 0.9 < without < 1  # random weights: some codes nearly tie
     nodes = reduced.reduced_nodes(SEARCH_GRAPHS)
     assert "MatMul" in nodes and "Transpose" not in nodes  # a view has no precision of its own
@@ -168,6 +169,8 @@ def test_a_found_keep_list_is_written_for_atc_and_in_force_in_the_floor(
     assert data["kept"] == ["OpType::MatMul", "OpType::Softmax"] and data["search"]["num_nodes"] == 12
     assert "90.00% without" in keep.read_text() and "--search" in keep.read_text()
     assert set(KeepList.read(keep).op_types) == {"MatMul", "Softmax"}
-    again = run_om("precision", tiny_artifacts, "--frames", 4, "--threads", 1, "--keep", keep, "--json")
+    again = run_om("precision", tiny_artifacts, "--frames", 4, "--threads", 1, "--keep", keep, "--json",
+                   "--text", data["parity"]["plan"]["text"], "--text", "Another one.")  # fmt: skip
+    assert "--text 'Another one.'" in json.loads(again.stdout)["parity"]["command"]
     hidden = [s for s in json.loads(again.stdout)["parity"]["stages"] if s["name"] == "step hidden"]
     assert hidden == [s for s in data["parity"]["stages"] if s["name"] == "step hidden"]
