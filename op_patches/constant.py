@@ -30,6 +30,8 @@ def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | None:
         tensor = numpy_helper.from_array(dense(value))
     elif form in _DTYPES:
         tensor = numpy_helper.from_array(np.asarray(value, dtype=_DTYPES[form]))
+    elif form not in ("value_string", "value_strings"):
+        return None  # no form that ONNX knows
     else:
         strings = [value] if form == "value_string" else list(value)
         dims = () if form == "value_string" else (len(strings),)

@@ -21,12 +21,14 @@ def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | Refusal 
         return Refusal(f"the element type of {node.input[0]} is unknown")
     if node.op_type == "FusedGemm":
         kept = {k: v for k, v in attrs.items() if not k.startswith("activation")}
+        if "activation" not in attrs:
+            return Refusal("no activation is named")
         y = new.op("Gemm", *node.input, **kept)
         refusal = activate(new, y, node.input[0], attrs, node.output[0])
         return refusal or Rewrite(attrs["activation"].decode())
     if attrs.get("transBatchA") or attrs.get("transBatchB"):
         return Refusal("transBatchA or transBatchB: batch axes inside the matrix")
-    a, b = node.input
+    a, b = node.input[:2]
     sides = [a, b]
     for i, flag in enumerate(("transA", "transB")):
         rank = graph.rank(sides[i])

@@ -22,6 +22,7 @@ from runtime.errors import PatchError
 Array = npt.NDArray[Any]
 Dim = int | str | None
 LARGE_BYTES = 1 << 20  # above this a tensor is weight, not structure: nothing reads its values
+STANDARD_OPSET = 17  # what lowerings write into a model that has no standard operator yet
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 
@@ -217,9 +218,12 @@ def model_opsets(model: ModelProto) -> dict[str, int]:
 
 def views(model: ModelProto, target: Target) -> list[GraphView]:
     """A view of every graph of the model, outermost first, with freshly inferred types."""
-    inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        raise PatchError(f"ONNX cannot infer the types of the graph: {' '.join(str(error).split())}") from error
     found: list[GraphView] = []
-    opsets = model_opsets(model)
+    opsets = {"": STANDARD_OPSET} | model_opsets(model)
 
     def visit(graph: GraphProto, typed: GraphProto, parent: GraphView | None) -> None:
         view = GraphView(graph, parent, target, opsets, _types(typed))

@@ -54,6 +54,7 @@ from op_patches.targets import Target
 from op_patches.top_k import top_k
 from op_patches.transpose import TRANSPOSE
 from op_patches.trilu import TRILU
+from op_patches.validity import require_valid
 from op_patches.variadic import VARIADIC
 from op_patches.where_bool import WHERE_BOOL
 from runtime.errors import PatchError
@@ -155,12 +156,27 @@ def apply_lowerings(
     Input and output names, dtypes, shapes and order stay; `input_shapes` binds open axes of inputs to numbers first,
     as ATC's --input_shape will, which lets shape arithmetic become constants.
     """
+    require_valid(model)
     patched = copy_model(model)
     if input_shapes:
         bind_shapes(patched, input_shapes)
     interface = _interface(patched)
     num_nodes = count_nodes(patched)
-    reports = _run_to_the_end(steps_for(target, options), Run(patched, target))
+    try:
+        reports = _run_to_the_end(steps_for(target, options), Run(patched, target))
+    except (
+        ArithmeticError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:
+        wrong = check_model(model)  # rules trust types and ranks; in a valid graph this is a bug and stays one
+        if not wrong:
+            raise
+        raise PatchError(f"the graph is not valid ONNX: {wrong}") from error
     remove_dead_nodes(patched)  # constants that a rule read and replaced
     if _interface(patched) != interface:
         raise PatchError("the lowerings changed the interface of the graph; this is a bug: do not use the result")

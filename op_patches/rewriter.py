@@ -21,7 +21,16 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from op_patches.graph_view import Array, GraphView, all_graphs, subgraphs, used_names, views
+from op_patches.graph_view import (
+    STANDARD_OPSET,
+    Array,
+    GraphView,
+    all_graphs,
+    model_opsets,
+    subgraphs,
+    used_names,
+    views,
+)
 from op_patches.proof import ProofFailed, Prover, Site
 from op_patches.report import LoweredNode, RefusedNode, RuleReport, SiteProof
 from op_patches.targets import Target
@@ -66,7 +75,11 @@ class Run:
         return self._views
 
     def model_changed(self) -> None:
+        """Forget the views; a model of foreign operators alone now has standard ones and imports their opset."""
         self._views = None
+        nodes = (n for g in all_graphs(self.model.graph) for n in g.node)
+        if "" not in model_opsets(self.model) and any(n.domain in ("", "ai.onnx") for n in nodes):
+            self.model.opset_import.append(helper.make_opsetid("", STANDARD_OPSET))
 
 
 class Rule(Protocol):

@@ -24,6 +24,8 @@ def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | Refusal 
     if elem not in FLOATS:
         return Refusal(f"the element type of {x} is unknown, and with it whether squares overflow")
     axes = normalized_axes(attrs.get("axis", -1), graph.rank(x))
+    if axes == []:
+        return Refusal(f"axis {attrs['axis']} lies beyond the last axis of {x}")
     if axes is None:
         return Refusal(f"axis {attrs['axis']} of {x} counts from the front, and its rank is unknown")
     if attrs.get("stash_type", TensorProto.FLOAT) != TensorProto.FLOAT:

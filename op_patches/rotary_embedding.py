@@ -39,7 +39,7 @@ def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | Refusal 
     shape, cache = graph.shape(call.x), graph.shape(call.cos)
     if shape is None or cache is None or graph.elem(call.x) is None:
         return Refusal(f"the shape of {call.x} or {call.cos} is unknown")
-    half = cache[-1]
+    half = cache[-1] if cache else None
     if not isinstance(half, int) or len(shape) not in (3, 4):
         return Refusal(f"{call.x} has {len(shape)} axes, the cache ends in {half}; expected 3 or 4 and a number")
     width = shape[-1] if len(shape) == 4 else _head_size(shape[-1], call.heads, half)

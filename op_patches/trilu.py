@@ -22,6 +22,8 @@ def lower(node: NodeProto, graph: GraphView, new: Builder) -> Rewrite | Refusal 
     shape, elem = graph.shape(x), graph.elem(x)
     if elem is None or shape is None or not all(isinstance(d, int) for d in shape[-2:]):
         return Refusal(f"the last two axes of {x} are open: bind the input shapes")
+    if elem == TensorProto.STRING:
+        return Refusal("strings, which no engine selects")
     rows, columns = (int(d) for d in shape[-2:] if isinstance(d, int))
     k = int(np.ravel(k_value)[0]) if k_value is not None else 0
     offset = np.arange(columns)[None, :] - np.arange(rows)[:, None]
