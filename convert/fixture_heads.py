@@ -11,8 +11,8 @@ import numpy as np
 
 from convert.fixture_space import NOISE, PARITY_SHARE, Array, Space, normalise
 
-BACK_GAIN, TEXT_GAIN = 4.0, 5.0  # of the heads that look one row back, and at the text
-VOICE_SIZE = 2.5  # length of what the voice adds: to even places, or to odd ones
+BACK_GAIN, TEXT_GAIN = 5.0, 6.0  # of the heads that look one row back, and at the text
+VOICE_SIZE = 3.5  # length of what the voice adds: to even places, or to odd ones
 LOCAL_BACK_GAIN, LOCAL_SELF_GAIN = 3.0, 0.9  # lengths of what they write, a row of codes being 0.2 to 1
 LOOK, CONTENT_LOOK = 12.0, 14.0  # by how much a score that is meant beats the others
 

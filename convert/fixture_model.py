@@ -30,12 +30,12 @@ from runtime.config import ModelConfig
 MIN_STEPS, MAX_STEPS = 14, 28  # of the even chain; each takes two frames
 SLOT_SIZE = 2.5  # what says "a frame follows" on slot rows; half as much again on [audio_start]
 CODE_SIZES = (1.0, 0.2)  # embedding of channel 0, which keeps time, and of the others
-START_SIZES = (0.8, 0.63)  # the two starts that a text token names; without a voice the first wins
+START_SIZES = (0.75, 0.68)  # the two starts that a text token names; without a voice the first wins
 ODD_START = 3  # places behind the end where the odd chain begins
 BEST_LOGIT = 4.2  # of channels 1 and later, on average: sampling finds others, greedy does not
-END_OVER_SLOT = 1.65  # score of the end token where it belongs, in scores of the slot token
+END_OVER_SLOT = 1.8  # score of the end token where it belongs, in scores of the slot token
 MLP_BIAS = 0.2
-REFERENCE_FRAMES, CALIBRATION_FRAMES = 8, 176
+REFERENCE_FRAMES, CALIBRATION_FRAMES = 8, 224
 
 
 class ModelDesigner:
@@ -110,7 +110,7 @@ class ModelDesigner:
             wte += start_size * space.at(self.end_place - 1 - steps - other, PARITY_SHARE)
         row_size = math.sqrt(SLOT_SIZE**2 + CODE_SIZES[0] ** 2 + (config.n_vq - 1) * CODE_SIZES[1] ** 2)
         wte += space.free_noise(len(wte), math.sqrt(row_size**2 - sum(s**2 for s in START_SIZES)))
-        odd_start = 1.3 * space.at(self.end_place + ODD_START, PARITY_SHARE)
+        odd_start = 1.6 * space.at(self.end_place + ODD_START, PARITY_SHARE)
         special: dict[int, Array] = {
             config.pad_id: np.zeros(config.hidden_size),
             config.im_end_id: np.zeros(config.hidden_size),
@@ -156,6 +156,9 @@ class ModelDesigner:
         places = np.concatenate([rng.permutation(config.codebook_size) for _ in range(turns_round)])[: len(audio)]
         places[REFERENCE_FRAMES + 2 :: 4] = self.end_place - 1  # so that every fourth frame is an end
         rows[audio, 1:] = self._frames(places)
+        for channel in range(1, config.n_vq):  # as sampling does
+            others = audio[rng.random(len(audio)) < 0.4]
+            rows[others, 1 + channel] = rng.integers(config.codebook_sizes[channel], size=len(others))
         self.next_places = 1 + np.array([self.end_place + ODD_START, *places[REFERENCE_FRAMES:-1]])
         return rows
 
