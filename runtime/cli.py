@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": ("runtime.commands.serve:serve", "Serve speech over HTTP, as OpenAI's clients expect it."),
     "precision": ("runtime.commands.precision:precision", "Show what a reduced precision can reach, and what to keep."),
     "accuracy": ("runtime.commands.accuracy:accuracy", "Compare two backends over a list of texts."),
+    "load-test": ("runtime.commands.load_test:load_test", "Ask a speech server with several clients at once."),
     "inspect": ("runtime.commands.inspect:inspect", "Show interface, target, hashes and sizes of graphs."),
     "selftest": ("runtime.commands.selftest:selftest", "Run the checklist of the first device and write a report."),
 }

@@ -118,10 +118,11 @@ class _AvEncoder:
     def __init__(self, codec: _Codec, sample_rate_hz: int, sink: Any) -> None:
         import av
 
+        library: Any = av  # its stubs return the union of all streams
         self._sink, self._rate_hz, self._position = sink, sample_rate_hz, 0
         # bitexact: no random serial number and no version string, so the same samples give the same bytes.
         options = {"fflags": "+bitexact"}
-        self._container: Any = av.open(sink, "w", format=codec.container, options=options)
+        self._container: Any = library.open(sink, "w", format=codec.container, options=options)
         self._stream: Any = self._container.add_stream(codec.codec, rate=sample_rate_hz)
         self._stream.layout, self._stream.format = "mono", codec.sample_format
         self._stream.codec_context.flags |= 1 << 23  # AV_CODEC_FLAG_BITEXACT
