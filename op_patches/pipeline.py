@@ -18,7 +18,9 @@ from op_patches.bool_data import BOOL_DATA
 from op_patches.cast_like import CAST_LIKE
 from op_patches.clip import CLIP
 from op_patches.constant import CONSTANT, SPARSE_INITIALIZER
+from op_patches.constant_if import CONSTANT_IF
 from op_patches.constant_of_shape import CONSTANT_OF_SHAPE
+from op_patches.conv_kernel import CONV_KERNEL
 from op_patches.dropout import DROPOUT
 from op_patches.einsum import EINSUM
 from op_patches.finite_masks import FINITE_MASKS
@@ -98,7 +100,9 @@ def steps_for(target: Target, options: Options | None = None) -> tuple[Step, ...
         Step(_FOREIGN, "a foreign operator hides the types behind it, so these repeat until all types are known"),
         Step((LAYER_NORM,), _LAYER_NORM_WHY),
         Step((FUNCTION_BODY, CONSTANT), "what opset 17 lacks becomes primitives, and bodies hold odd Constants"),
-        Step((FOLD_CONSTANTS,), "shapes and axes must be constants before the opset rule makes attributes of them"),
+        Step(
+            (FOLD_CONSTANTS, CONSTANT_IF), "shapes and axes must be constants before opset 17 makes attributes of them"
+        ),
         Step((OPSET_17,), "now every operator exists at 17; the rules below write opset 13 … 17"),
         Step((SHAPE_SLICE, CAST_LIKE, TRILU, EINSUM), "operators that parse but have no kernel"),
         Step((FOLD_CONSTANTS,), "their masks and shapes become constants"),
@@ -136,6 +140,7 @@ _MISREAD: tuple[Rule, ...] = (
     VARIADIC,
     REDUCE_NOOP,
     CONSTANT_OF_SHAPE,
+    CONV_KERNEL,
 )
 
 _LAYER_NORM_WHY = (

@@ -103,13 +103,19 @@ def _conv(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None
         "plugin.conv-attributes",
         "node must have attr (kernel_shape,pads,strides,dilations) at least one",
         "write kernel_shape",
+        lowering="conv_kernel",
     )
 
 
 def _conv_transpose(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None:
     if attrs.get("kernel_shape"):
         return None
-    return Refusal("plugin.conv-transpose-kernel", "attr kernel_shape must have value", "write kernel_shape")
+    return Refusal(
+        "plugin.conv-transpose-kernel",
+        "attr kernel_shape must have value",
+        "write kernel_shape",
+        lowering="conv_kernel",
+    )
 
 
 def _einsum(node: NodeProto, attrs: Attributes, view: GraphView) -> Refusal | None:
