@@ -90,6 +90,7 @@ def raw_request(served, body: str) -> socket.socket:
     host, port = served.url.removeprefix("http://").split(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(30)
     sock.connect((host, int(port)))
     head = f"POST /v1/audio/speech HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
     sock.sendall(head.encode() + body.encode())
