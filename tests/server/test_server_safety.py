@@ -132,8 +132,10 @@ def test_fetch_refuses_what_is_missing_large_slow_or_leads_elsewhere(site, path)
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/clip", "http://localhost:{port}/clip",
                                  "http://[::ffff:127.0.0.1]:{port}/",
-                                 "http://2130706433:{port}/clip", "http://0x7f.1:{port}/clip", "http://a:b@127.0.0.1:{port}/clip",
-                                 "ftp://127.0.0.1/", "http:///clip", "http://127.0.0.1:99999/", "http://x y/"])  # fmt: skip
+                                 "http://2130706433:{port}/clip", "http://0x7f.1:{port}/clip",
+                                 "http://a:b@127.0.0.1:{port}/clip",
+                                 "ftp://127.0.0.1/", "http:///clip", "http://127.0.0.1:99999/",
+                                 "http://x y/"])  # fmt: skip
 def test_fetch_never_connects_to_a_private_address(site, url):
     with pytest.raises(ApiError):
         fetch(url.format(port=site.server_port), LIMITS)
