@@ -7,14 +7,15 @@ returned whole, 1x1 convolutions in the quantizer, weight norm folded, layer sca
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from convert.published_llm import rope_angles, rotate
+from convert.published_llm import embedding_table, rope_angles, rotate
 from runtime.config import CodecConfig, CodecStage
 
 
@@ -37,12 +38,15 @@ class PublishedCodec(nn.Module):
         self.decoder = nn.ModuleList(_Stage(s, tensors, f"decoder.{s.index}") for s in config.decoder)
         self.encoder = nn.ModuleList(_Stage(s, tensors, f"encoder.{s.index}") for s in config.encoder)
         names = [f"quantizer.quantizers.{q}" for q in range(config.n_vq)]
-        self.codebooks = nn.ModuleList(
-            nn.Embedding.from_pretrained(tensors[f"{n}.codebook.weight"], freeze=True) for n in names
-        )
+        self.codebooks = nn.ModuleList(embedding_table(tensors[f"{n}.codebook.weight"]) for n in names)
         self.in_projs = nn.ModuleList(_conv(tensors, f"{n}.in_proj") for n in names)
         self.out_projs = nn.ModuleList(_conv(tensors, f"{n}.out_proj") for n in names)
-        self.input_proj, self.output_proj = _conv(tensors, "quantizer.input_proj"), _conv(tensors, "quantizer.output_proj")
+        self.input_proj = _conv(tensors, "quantizer.input_proj")
+        self.output_proj = _conv(tensors, "quantizer.output_proj")
+
+    def stages(self, part: str) -> list[_Stage]:
+        """The stages of "encoder" or "decoder" in their order."""
+        return list(cast("Iterable[_Stage]", getattr(self, part)))
 
     def dequantize(self, codes: Tensor) -> Tensor:
         """codes [B, T, n_vq] -> latents [B, latent_size, T]."""
@@ -56,7 +60,7 @@ class PublishedCodec(nn.Module):
         """latents [B, latent_size, T] -> codes [B, T, n_vq]: nearest row on the unit sphere, residual by residual."""
         residual = self.input_proj(latents)
         codes = []
-        for q, book in enumerate(self.codebooks):
+        for q, book in enumerate(cast("Iterable[nn.Embedding]", self.codebooks)):
             seen = functional.normalize(self.in_projs[q](residual).transpose(1, 2), dim=2)
             rows = functional.normalize(book.weight, dim=1)
             distance = (
@@ -79,7 +83,7 @@ class PublishedEncode(nn.Module):
         whole = torch.cat([waveform, torch.zeros(batch, channels, missing)], dim=2)
         x = whole.transpose(1, 2).reshape(batch, 1, -1)
         frames = torch.div(input_lengths.long(), config.samples_per_frame, rounding_mode="floor")
-        for stage in self.codec.encoder:
+        for stage in self.codec.stages("encoder"):
             x = _join(x, stage.spec.patch_size)
             x = stage(x, frames * stage.spec.tokens_per_frame + stage.spec.tokens_per_frame)
         codes = self.codec.quantize(_join(x, config.encoder_last_patch))
@@ -94,7 +98,7 @@ class PublishedDecodeFull(nn.Module):
     def forward(self, audio_codes: Tensor, audio_code_lengths: Tensor) -> tuple[Tensor, Tensor]:
         config = self.codec.config
         x = self.codec.dequantize(audio_codes.long())
-        for stage in self.codec.decoder:
+        for stage in self.codec.stages("decoder"):
             x = _split(x, stage.spec.patch_size)
             x = stage(x, audio_code_lengths.long() * stage.spec.tokens_per_frame)
         lengths = audio_code_lengths * config.samples_per_frame
@@ -114,7 +118,7 @@ class PublishedCodecStep(nn.Module):
         x = self.codec.dequantize(audio_codes.long())
         offsets: list[Tensor] = []
         kept: list[Tensor] = []
-        for number, stage in enumerate(self.codec.decoder):
+        for number, stage in enumerate(self.codec.stages("decoder")):
             x = _split(x, stage.spec.patch_size)
             before, layers = layers[: stage.spec.num_layers], layers[stage.spec.num_layers :]
             offsets.append((state[number] + x.shape[-1]).to(torch.int32))
@@ -130,7 +134,8 @@ class _Stage(nn.Module):
         super().__init__()
         self.spec = spec
         self.input_proj, self.output_proj = (_plain(tensors[f"{name}.{p}_proj.weight"]) for p in ("input", "output"))
-        self.layers = nn.ModuleList(_Layer(spec, tensors, f"{name}.transformer.layers.{i}") for i in range(spec.num_layers))
+        names = [f"{name}.transformer.layers.{i}" for i in range(spec.num_layers)]
+        self.layers = nn.ModuleList(_Layer(spec, tensors, layer) for layer in names)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """x [B, in, T] -> [B, out, T]; tokens from `lengths` on are padding."""
@@ -147,7 +152,7 @@ class _Stage(nn.Module):
         y = self.input_proj(x.transpose(1, 2))
         after = []
         for layer, state in zip(self.layers, states, strict=True):
-            y, kept = layer.stream(y, state)
+            y, kept = cast("_Layer", layer).stream(y, state)
             after.append(kept)
         return self.output_proj(y).transpose(1, 2), after
 

@@ -27,9 +27,9 @@ class PublishedLlm(nn.Module):
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.config = config
-        self.wte = _table(tensors["transformer.wte.weight"])
+        self.wte = embedding_table(tensors["transformer.wte.weight"])
         self.audio_embeddings = nn.ModuleList(
-            _table(tensors[f"audio_embeddings.{i}.weight"]) for i in range(config.n_vq)
+            embedding_table(tensors[f"audio_embeddings.{i}.weight"]) for i in range(config.n_vq)
         )
         self.text_lm_head = _linear(tensors["text_lm_head.weight"])
         self.audio_lm_heads = nn.ModuleList(
@@ -92,7 +92,9 @@ class PublishedLocalDecoder(nn.Module):
         super().__init__()
         self.llm = llm
 
-    def forward(self, global_hidden: Tensor, text_token_id: Tensor, audio_prefix_token_ids: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, global_hidden: Tensor, text_token_id: Tensor, audio_prefix_token_ids: Tensor
+    ) -> tuple[Tensor, ...]:
         llm, prefix = self.llm, audio_prefix_token_ids.long()
         inputs = [global_hidden, llm.wte(text_token_id.long())]
         for channel in range(llm.config.n_vq - 1):
@@ -157,7 +159,8 @@ class PublishedFixedFrame(nn.Module):
         codes: list[Tensor] = []
         for channel, head in enumerate(llm.audio_lm_heads):
             hidden, caches = self._step(x, channel + 1, caches)
-            codes.append(_choose(head(hidden).squeeze(1), repetition_seen_mask[:, channel], audio_random_u[:, channel : channel + 1]))
+            uniform = audio_random_u[:, channel : channel + 1]
+            codes.append(_choose(head(hidden).squeeze(1), repetition_seen_mask[:, channel], uniform))
             if channel + 1 < config.n_vq:
                 x = llm.audio_embeddings[channel](codes[-1])
         return goes_on.to(torch.int32), torch.stack(codes, 1).to(torch.int32)
@@ -218,8 +221,10 @@ class _Block(nn.Module):
         super().__init__()
         self.num_heads, self.head_size = config.num_heads, config.head_size
         self.ln_1, self.ln_2 = _norm(tensors, f"{name}.ln_1", config), _norm(tensors, f"{name}.ln_2", config)
-        for part, full in (("c_attn", "attn.c_attn"), ("c_proj", "attn.c_proj"), ("fc_in", "mlp.fc_in"), ("fc_out", "mlp.fc_out")):
-            setattr(self, part, _linear(tensors[f"{name}.{full}.weight"], tensors[f"{name}.{full}.bias"]))
+        self.c_attn, self.c_proj, self.fc_in, self.fc_out = (
+            _linear(tensors[f"{name}.{part}.weight"], tensors[f"{name}.{part}.bias"])
+            for part in ("attn.c_attn", "attn.c_proj", "mlp.fc_in", "mlp.fc_out")
+        )
         exponents = torch.arange(0, self.head_size, 2, dtype=torch.float32) / self.head_size
         self.frequencies = 1.0 / (config.rope_base**exponents)  # no parameter: a Constant in the graph, as published
 
@@ -246,7 +251,8 @@ class _Block(nn.Module):
 def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [B, T, 1, D]; neighbours (2j, 2j + 1) share an angle."""
     angles = torch.einsum("bs,d->bsd", positions.to(torch.float32), frequencies)
-    return (angles.cos().repeat_interleave(2, dim=2).unsqueeze(2), angles.sin().repeat_interleave(2, dim=2).unsqueeze(2))
+    cos, sin = (turn.repeat_interleave(2, dim=2).unsqueeze(2) for turn in (angles.cos(), angles.sin()))
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -256,8 +262,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + turned * sin
 
 
-def _table(weight: Tensor) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(weight, freeze=True)
+def embedding_table(weight: Tensor) -> nn.Embedding:
+    """An embedding over a tensor that is there already."""
+    table = nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
+    table.weight = nn.Parameter(weight, requires_grad=False)
+    return table
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

@@ -5,7 +5,7 @@
     OUT/MOSS-Audio-Tokenizer-Nano-ONNX/   three moss_audio_tokenizer_*.onnx with .data, codec_browser_onnx_meta.json
 
 The layout and the graphs' interfaces are MODEL.md 2.3, 5.6, 6.7; the files are not upstream's. Uses: tests of
-`convert-moss import-onnx` and of `run-om say --as-published`, and the official loop as the other side of a benchmark.
+`run-om say --as-published` and of `convert-moss check`, and the official loop as the other side of a benchmark.
 The graphs come from torch's TorchScript exporter, the tool that made the published ones: it renames and transposes
 weights ("onnx::MatMul_123") and writes the Shape logic that ATC stumbles over.
 """
@@ -124,7 +124,8 @@ def _export(module: nn.Module, example: _Example, inputs: Sequence[str], outputs
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # deprecated exporter, and traced Python numbers, which are meant
         torch.onnx.export(
-            module.eval(), example.args, buffer, dynamo=False, opset_version=OPSET, do_constant_folding=True,
+            module.eval(), example.args, buffer,  # type: ignore[arg-type]  # files are taken, its stubs leave them out
+            dynamo=False, opset_version=OPSET, do_constant_folding=True,
             input_names=list(inputs), output_names=list(outputs), dynamic_axes=example.axes,
         )  # fmt: skip
     return onnx.load_from_string(buffer.getvalue())
@@ -161,10 +162,10 @@ def _example(graph: str, model: ModelConfig, codec: CodecConfig) -> _Example:
         kv = tuple(torch.zeros(cache) for _ in range(2 * model.local_layers))
         return _Example((torch.zeros(1, E), *(integers(1) for _ in range(4)), integers(1) * past, *kv), axes)
     if graph == "local_fixed_sampled_frame":
-        names = ("global_hidden", "repetition_seen_mask", "assistant_random_u", "audio_random_u", "should_continue",
-                 "frame_token_ids")  # fmt: skip
-        args = (torch.zeros(1, E), integers(1, model.n_vq, model.codebook_size), torch.zeros(1), torch.zeros(1, model.n_vq))
-        return _Example(args, dict.fromkeys(names, batch))
+        seen, uniforms = integers(1, model.n_vq, model.codebook_size), torch.zeros(1, model.n_vq)
+        interface = ("global_hidden", "repetition_seen_mask", "assistant_random_u", "audio_random_u", "should_continue",
+                     "frame_token_ids")  # fmt: skip
+        return _Example((torch.zeros(1, E), seen, torch.zeros(1), uniforms), dict.fromkeys(interface, batch))
     return _codec_example(graph, codec)
 
 
@@ -229,7 +230,8 @@ def _write_metas(tts: Path, audio: Path, model: ModelConfig, codec: CodecConfig,
         "model_config": {
             "n_vq": model.n_vq, "row_width": model.n_vq + 1, "hidden_size": model.hidden_size,
             "vocab_size": model.vocab_size, "global_layers": model.num_layers, "local_layers": model.local_layers,
-            "num_heads": model.num_heads, "head_dim": model.head_size, "audio_codebook_sizes": list(model.codebook_sizes),
+            "num_heads": model.num_heads, "head_dim": model.head_size,
+            "audio_codebook_sizes": list(model.codebook_sizes),
         },
         "onnx": {"opset": OPSET, "fixed_sampled_frame_constants": constants},
     }  # fmt: skip
@@ -259,8 +261,9 @@ def _streaming(codec: CodecConfig) -> dict[str, Any]:
             entry |= {f"{kind}_input_name": name_in, f"{kind}_output_name": name_out}
         entry |= {"offset_shape": [1], "cache_shape": [1, stage.num_heads, stage.context, stage.head_size]}
         caches.append(entry | {"positions_shape": [1, stage.context]})
+    stem = "transformer_offset"
     offsets = [
-        {"index": i, "input_name": f"transformer_offset_{i}", "output_name": f"transformer_offset_out_{i}", "shape": [1]}
+        {"index": i, "input_name": f"{stem}_{i}", "output_name": f"{stem}_out_{i}", "shape": [1]}
         for i in range(len(codec.decoder))
     ]
     return {"transformer_offsets": offsets, "attention_caches": caches}

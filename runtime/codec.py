@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,28 @@ MAX_TOKENS = 2**20  # positions that the RoPE tables reach
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
+
+
+class WaveformStream(Protocol):
+    """A decoder for one utterance; a context manager."""
+
+    def push(self, codes: Ints) -> Floats: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> WaveformStream: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class SpeechCodec(Protocol):
+    """What speaking needs of a codec: `Codec` below, or the graphs of a published package (package_codec.py)."""
+
+    @property
+    def config(self) -> CodecConfig: ...
+    def encode(self, waveform: Floats) -> Ints: ...
+    def decode(self, codes: Ints) -> Floats: ...
+    def stream(self) -> WaveformStream: ...
+    def close(self) -> None: ...
 
 
 class Codec:

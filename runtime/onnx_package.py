@@ -3,7 +3,7 @@
     open_package(DIR) -> OnnxPackage      DIR holds browser_poc_manifest.json itself or in a directory below
 
 Reads JSON and ONNX Runtime's view of the graphs, nothing else. What the package does not say (layer norm epsilon, the
-codec's layers) is not guessed: `describe_package` leaves it out, `convert-moss import-onnx` reads it off the graphs.
+codec's layers) is not guessed: package_speech.describe_package leaves it out.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class OnnxPackage:
         """The file of a graph; ManifestError names what is there instead."""
         if graph not in self.graphs:
             raise ManifestError(
-                f"{self.directory}: the package has no {PACKAGE_FILES[graph]}; it has {', '.join(self.graphs) or 'none'}"
+                f"{self.directory}: the package has no {PACKAGE_FILES[graph]}; "
+                f"it has {', '.join(self.graphs) or 'none'}"
             )
         return self.graphs[graph]
 
@@ -115,7 +116,8 @@ class OnnxPackage:
     def sampling(self) -> SamplingParams:
         """The generation defaults; what the package leaves out is the published default."""
         defaults = _section(self.manifest, "generation_defaults")
-        values = {ours: defaults[theirs] for theirs, ours in _SAMPLING_NAMES.items() if defaults.get(theirs) is not None}
+        given = {theirs: value for theirs, value in defaults.items() if value is not None}
+        values = {ours: given[theirs] for theirs, ours in _SAMPLING_NAMES.items() if theirs in given}
         if defaults.get("do_sample") is False or defaults.get("sample_mode") == "greedy":
             return SamplingParams.greedy(values.get("repetition_penalty", SamplingParams().repetition_penalty))
         return SamplingParams(**values)
@@ -124,8 +126,16 @@ class OnnxPackage:
     def max_frames(self) -> int:
         value = _section(self.manifest, "generation_defaults").get("max_new_frames", MAX_FRAMES)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ManifestError(f"{self.directory}: generation_defaults: max_new_frames is {value!r}, expected 1 or more")
+            raise ManifestError(f"{self.directory}: max_new_frames is {value!r}, expected 1 or more")
         return value
+
+    def speak_defaults(self) -> dict[str, Any]:
+        """The generation defaults by the names of run-om's options, as a manifest records them."""
+        s = self.sampling
+        return {
+            "greedy": s.top_k == 1, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p,
+            "repetition_penalty": s.repetition_penalty, "max_frames": self.max_frames,
+        }  # fmt: skip
 
     def voices(self) -> dict[str, npt.NDArray[np.int32]]:
         """The built-in voices: name -> reference codes [F, n_vq]."""
@@ -135,7 +145,7 @@ class OnnxPackage:
             try:
                 codes = np.asarray(entry["prompt_audio_codes"], np.int32)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise AudioError(f"{self.directory}: built-in voice {name!r} has no readable codes ({error})") from error
+                raise AudioError(f"{self.directory}: built-in voice {name!r}: unreadable codes ({error})") from error
             if not isinstance(name, str) or codes.ndim != 2 or not codes.size:
                 raise AudioError(f"{self.directory}: built-in voice {name!r}: expected codes [frames, n_vq]")
             found[name] = codes
@@ -148,7 +158,7 @@ class OnnxPackage:
             value = config.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
-        raise ManifestError(f"{CODEC_META_NAME}: codec_config holds none of {', '.join(names)}; it has {sorted(config)}")
+        raise ManifestError(f"{CODEC_META_NAME}: codec_config has none of {', '.join(names)}; it has {sorted(config)}")
 
     def hashes(self, graphs: Mapping[str, str] | None = None) -> dict[str, str]:
         """sha256 of the graph files and of the data files that lie beside them."""
@@ -206,7 +216,7 @@ def _named(base: Path, relative: Any, directory: Path, name: str) -> Path:
         return (base / relative).resolve()
     found = _find(base, name) or _find(directory, name) or _find(base.parent, name)
     if found is None:
-        raise ManifestError(f"{base / str(relative or name)} is missing; expected it beside {MANIFEST_NAME}: download it")
+        raise ManifestError(f"{base / str(relative or name)} is missing; {MANIFEST_NAME} needs it: download it")
     return found
 
 

@@ -27,7 +27,7 @@ class PublishedCodec:
     """Owns the sessions of the codec graphs that the package has."""
 
     def __init__(self, package: OnnxPackage, config: CodecConfig, threads: int | None = None) -> None:
-        self.config = config
+        self._config = config
         self._package = package
         self._sessions: dict[str, PackageSession] = {}
         try:
@@ -39,13 +39,17 @@ class PublishedCodec:
             self.close()
             raise
 
+    @property
+    def config(self) -> CodecConfig:
+        return self._config
+
     def encode(self, waveform: Floats) -> Ints:
         """Codes [F, n_vq] of a clip [channels, N]; a partial last frame is dropped."""
         config = self.config
         if waveform.ndim != 2 or waveform.shape[0] != config.num_channels:
             raise AudioError(f"clip: expected [{config.num_channels}, samples], got {list(waveform.shape)}")
         if waveform.shape[1] < config.samples_per_frame:
-            raise AudioError(f"clip: {waveform.shape[1]} samples are shorter than a frame of {config.samples_per_frame}")
+            raise AudioError(f"clip: {waveform.shape[1]} samples, fewer than a frame of {config.samples_per_frame}")
         lengths = np.array([waveform.shape[1]], np.int32)
         outputs = self.session("encode").run({"waveform": waveform[None], "input_lengths": lengths})
         count = int(outputs["audio_code_lengths"][0])

@@ -200,7 +200,7 @@ class PublishedFrameModel:
         return int(shape[2] or 0), int(shape[3] or 0)
 
     def _head_sizes(self) -> tuple[int, int, int]:
-        """Vocabulary, codebooks and codes per codebook. The fixed graph does not show the vocabulary: 2**31 - 1 then."""
+        """Vocabulary, codebooks, codes per codebook. The fixed graph does not show the vocabulary: 2**31 - 1 then."""
         for graph in ("local_cached_step", "local_decoder"):
             if graph in self._sessions:
                 shapes = self._sessions[graph].output_shapes

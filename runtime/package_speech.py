@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from runtime.config import CodecConfig, ModelConfig
 from runtime.errors import ManifestError
 from runtime.manifest import Manifest, sha256_of
@@ -47,11 +50,13 @@ class PackageVoices(VoiceStore):
 def package_voices(package: OnnxPackage, codec: str) -> list[Voice]:
     """The built-in voices as voices of ours; `codec` is the identity that they are stored with."""
     frame_seconds = package.codec_value("downsample_rate") / package.codec_value("sample_rate", "sampling_rate")
-    note = f"built-in voice of {package.directory.name}"
-    return [
-        Voice(check_name(name), codes, f"{name} (built in)", "", codec, round(len(codes) * frame_seconds, 3), None, (note,))
-        for name, codes in package.voices().items()
-    ]
+    notes = (f"built-in voice of {package.directory.name}",)
+
+    def voice(name: str, codes: npt.NDArray[np.int32]) -> Voice:
+        seconds = round(len(codes) * frame_seconds, 3)
+        return Voice(check_name(name), codes, f"{name} (built in)", "", codec, seconds, None, notes)
+
+    return [voice(name, codes) for name, codes in package.voices().items()]
 
 
 def open_published(
@@ -109,7 +114,11 @@ def describe_package(package: OnnxPackage, model: PublishedFrameModel) -> Manife
         directory=package.tokenizer.parent,
         name=package.directory.name,
         made_up=package.made_up,
-        source={"package": str(package.directory), "codec": {"files": package.hashes(CODEC_FILES)}},
+        source={
+            "package": str(package.directory),
+            "codec": {"files": package.hashes(CODEC_FILES)},
+            "defaults": package.speak_defaults(),
+        },
         model=config,
         codec=codec,
         limits={"max_positions": MAX_ROWS, "top_k_max": TOP_K_MAX},

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from runtime.assembly import open_codec, open_frame_model
 from runtime.audio import Clip, read_clip
 from runtime.backends.base import Backend
-from runtime.codec import Codec
+from runtime.codec import SpeechCodec
 from runtime.errors import GenerationError, TextError
 from runtime.frame_model import FrameModel
 from runtime.generate import MAX_FRAMES, Generation, OnFrame, generate
@@ -70,7 +70,7 @@ class Synthesizer:
     """One model, ready to speak; a context manager that frees its sessions."""
 
     def __init__(
-        self, manifest: Manifest, frame_model: FrameModel, codec: Codec, template: Template = Template.PYTORCH
+        self, manifest: Manifest, frame_model: FrameModel, codec: SpeechCodec, template: Template = Template.PYTORCH
     ) -> None:
         self.manifest, self.frame_model, self.codec = manifest, frame_model, codec
         self.tokenizer = Tokenizer(manifest.path(TOKENIZER_NAME))

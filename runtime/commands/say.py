@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime.backends.select import BackendOptions
-from runtime.commands.backend_options import backend_options, open_chosen
+from runtime.commands.backend_options import backend_options
 from runtime.commands.speak_options import settings, speak_options, text_plan
+from runtime.commands.speaker import open_speaker, with_recorded_defaults
 
 if TYPE_CHECKING:
     from runtime.narration_file import Narration
     from runtime.synthesizer import Synthesizer
+    from runtime.voices import VoiceStore
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
@@ -31,6 +33,12 @@ INTERRUPTED = 130  # what a shell reports after Ctrl-C
 @click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same command stopped.")
 @speak_options
 @backend_options
+@click.option("--as-published", is_flag=True, help="--artifacts is a published ONNX package: run its own graphs.")
+@click.option(
+    "--template",
+    type=click.Choice(["pytorch", "onnx"]),
+    help="Whose prompt to build: PyTorch's (default), or the published package's (default with --as-published).",
+)
 @click.option("--stats", is_flag=True, help="Say on stderr what ran each graph and, on om, what moved per frame.")
 @click.option("--codes-out", type=click.Path(path_type=Path, dir_okay=False), help="Also the codes: .npz or .json")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
@@ -48,27 +56,26 @@ def say(
 
     Example: run-om say --artifacts artifacts/demo --text "Hello there." --voice clip.wav --out out.wav
     """
-    from runtime.assembly import describe_run
     from runtime.audio_writer import SampleFormat, check_output_path
-    from runtime.manifest import Manifest
     from runtime.narration import Narrator
     from runtime.narration_file import AudioFormat, narrate_to_file
     from runtime.progress import NarrationProgress
-    from runtime.synthesizer import open_synthesizer
 
     check_output_path(out, SampleFormat(speak["sample_format"]))
     _check_codes_path(codes_out)
     text = read_text(options["text"], options["text_file"])
-    chosen = settings(speak, options["reference_text"])
-    manifest = Manifest.load(artifacts)
-    opened = open_chosen(manifest, backend)
-    with open_synthesizer(manifest, opened, fused=not backend.split) as synthesizer:
+    settings(speak, options["reference_text"])  # refuse what is impossible before anything is loaded
+    speaker = open_speaker(artifacts, backend, options["as_published"], options["template"])
+    with speaker.synthesizer as synthesizer:
+        manifest = synthesizer.manifest
+        speak = with_recorded_defaults(speak, manifest)
+        chosen = settings(speak, options["reference_text"])
         plan = text_plan(
             text, synthesizer.tokenizer, speak, options["voice"] is None or chosen.reference_text is not None
         )
         for note in plan.notes:
             click.echo(f"text: {note}", err=True)
-        narrator = Narrator(synthesizer, voice_codes(synthesizer, options["voice"]), chosen)
+        narrator = Narrator(synthesizer, voice_codes(synthesizer, options["voice"], speaker.voices), chosen)
         codec = manifest.codec
         audio = AudioFormat(
             codec.sample_rate_hz, codec.num_channels, SampleFormat(speak["sample_format"]), speak["mono"]
@@ -77,7 +84,7 @@ def say(
         progress = NarrationProgress(tokens, codec.samples_per_frame / codec.sample_rate_hz)
         narration = narrate_to_file(narrator, plan, out, audio, options["resume"], progress)
         if stats:
-            click.echo("\n".join(describe_run(synthesizer.frame_model, opened)), err=True)
+            click.echo("\n".join(speaker.run_lines()), err=True)
         backend_name = synthesizer.frame_model.backend_name
     if codes_out is not None and narration.segments:
         _write_codes(codes_out, narration)
@@ -86,13 +93,13 @@ def say(
     finish(narration, out, speak["strict"])
 
 
-def voice_codes(synthesizer: Synthesizer, name: str | None) -> Any:
+def voice_codes(synthesizer: Synthesizer, name: str | None, voices: VoiceStore | None = None) -> Any:
     """The codes of a stored voice or a clip; None without a voice."""
     from runtime.voices import VoiceStore, codec_id, find_voice
 
     if name is None:
         return None
-    voice = find_voice(name, VoiceStore(), synthesizer.codec, codec_id(synthesizer.manifest))
+    voice = find_voice(name, voices or VoiceStore(), synthesizer.codec, codec_id(synthesizer.manifest))
     for note in voice.notes:
         click.echo(f"{name}: {note}", err=True)
     return voice.codes[:, : synthesizer.manifest.model.n_vq]
@@ -179,7 +186,8 @@ def narration_figures(narration: Narration, backend_name: str, notice: str | Non
 
 
 def _as_text(f: dict[str, Any]) -> str:
-    rows = ", ".join(str(s["prompt_rows"]) for s in f["segments"])
+    counts = sorted({s["prompt_rows"] for s in f["segments"]})
+    rows = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else "".join(map(str, counts))
     reasons = ", ".join(dict.fromkeys(s["finish_reason"] for s in f["segments"]))
     lines = [
         f"{f['out']}: {f['audio_seconds']} s of audio from {f['frames']} frames, ended by: {reasons or 'nothing'}",
