@@ -209,6 +209,7 @@ def _canonical_names(
         )  # fmt: skip
         return {}, {}
     tensors, files = {}, {}
+    renamed: list[str] = []
     for name, tensor in stored.items():
         plain = name.removeprefix(prefix)
         canonical = canonical_codec_name(plain) if examined.kind == "codec" else plain
@@ -218,14 +219,17 @@ def _canonical_names(
             )
             continue
         if canonical != plain:
-            examined.findings.append(
-                notice("older-name", file_of[name], "an older name", f"it was read as {canonical}", name)
-            )
+            renamed.append(name)
         if canonical in tensors:
             examined.findings.append(
                 fault("duplicate", file_of[name], f"{canonical} is here under two names", "keep one of them", name)
             )
         tensors[canonical], files[canonical] = tensor, file_of[name]
+    if renamed:
+        examined.findings.append(
+            notice("older-name", file_of[renamed[0]], f"{len(renamed)} tensors carry older names, this is the first",
+                   "they were read as the published ones", renamed[0])
+        )  # fmt: skip
     return tensors, files
 
 

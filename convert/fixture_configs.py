@@ -85,6 +85,7 @@ def codec_config_json(sizes: Sizes) -> dict[str, Any]:
     quantizer = {
         "quantizer_type": "rlfq", "input_dim": latent, "rvq_dim": sizes.rvq, "output_dim": latent,
         "num_quantizers": N_VQ, "codebook_size": sizes.codebook, "codebook_dim": 8, "quantizer_dropout": 1.0,
+        "codebook_loss_weight": 1.0, "commitment_loss_weight": 0.25,
     }  # fmt: skip
     return {
         MADE_UP_KEY: MADE_UP_NOTICE,
