@@ -9,6 +9,7 @@ import click
 
 from runtime.backends.select import BackendOptions
 from runtime.commands.backend_options import backend_options
+from runtime.errors import BackendUnavailableError
 
 
 @click.command()
@@ -32,7 +33,12 @@ def serve(artifacts: Path, backend: BackendOptions, host: str, port: int, **opti
 
     Example: run-om serve artifacts/demo --backend ort --batch 4
     """
-    from runtime.server.run import run_server
+    try:
+        from runtime.server.run import run_server
+    except ModuleNotFoundError as error:
+        raise BackendUnavailableError(
+            f"run-om serve needs the package {error.name}: pip install 'moss-tts-nano-ascend[serve]'"
+        ) from error
 
     given = {name: value for name, value in options.items() if value not in (None, ())}
     run_server(artifacts, backend, host, port, given)

@@ -2,7 +2,8 @@
 
 Every name is resolved here, every address is checked, and the connection goes to the address that was checked, so a
 name that changes its mind between check and connect gains nothing. Redirects are followed by hand, each one checked
-like the first URL. The whole fetch has one deadline and one size limit; nothing of the answer is echoed.
+like the first URL. The whole fetch has one deadline and one size limit; nothing of the answer is echoed. A
+socket's timeout limits one read, and a header may take a thousand, so a timer ends the connection at the deadline.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -48,17 +51,22 @@ def fetch(url: str, limits: FetchLimits, allowed: Callable[[Address], bool] = is
     deadline = time.monotonic() + limits.timeout_seconds
     for _ in range(1 + MAX_REDIRECTS):
         parts = _checked(url)
-        connection = _connect(parts, deadline, allowed)
+        plain = _connect(parts, deadline, allowed)
+        connection = http.client.HTTPConnection(str(parts.hostname), _port(parts))
+        connection.sock = plain
         try:
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", target, headers={"Accept": "audio/*", "Accept-Encoding": "identity"})
-            response = connection.getresponse()
-            if response.status in _REDIRECTS:
-                url = urljoin(url, response.getheader("Location") or "")
-                continue
-            if response.status != 200:
-                raise _refused(f"the server answered with status {response.status}")
-            return _read(connection, response, limits.max_bytes, deadline)
+            with _ended_at(deadline, plain):
+                if parts.scheme == "https":
+                    connection.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname)
+                target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+                connection.request("GET", target, headers={"Accept": "audio/*", "Accept-Encoding": "identity"})
+                response = connection.getresponse()
+                if response.status in _REDIRECTS:
+                    url = urljoin(url, response.getheader("Location") or "")
+                    continue
+                if response.status != 200:
+                    raise _refused(f"the server answered with status {response.status}")
+                return _read(connection, response, limits.max_bytes, deadline)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _refused("the connection failed or took too long") from error
         finally:
@@ -83,10 +91,32 @@ def _checked(url: str) -> SplitResult:
     return parts
 
 
-def _connect(parts: SplitResult, deadline: float, allowed: Callable[[Address], bool]) -> http.client.HTTPConnection:
+@contextmanager
+def _ended_at(deadline: float, connected: socket.socket) -> Iterator[None]:
+    """Whatever still reads or writes at the deadline sees the end of the connection."""
+    with connected.dup() as guard:  # the same connection, also when TLS has taken the socket over
+
+        def end() -> None:
+            with suppress(OSError):  # it ended by itself
+                guard.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _port(parts: SplitResult) -> int:
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _connect(parts: SplitResult, deadline: float, allowed: Callable[[Address], bool]) -> socket.socket:
     """A connection to an address that was checked."""
-    host, secure = str(parts.hostname), parts.scheme == "https"
-    port = parts.port or (443 if secure else 80)
+    host = str(parts.hostname)
+    port = _port(parts)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -94,14 +124,10 @@ def _connect(parts: SplitResult, deadline: float, allowed: Callable[[Address], b
     addresses = [ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in found]
     if not addresses or not all(allowed(address) for address in addresses):
         raise _refused("the host is not a public address")
-    connection = http.client.HTTPConnection(host, port)
     try:
-        plain = socket.create_connection((str(addresses[0]), port), timeout=_left(deadline))
-        context = ssl.create_default_context()
-        connection.sock = context.wrap_socket(plain, server_hostname=host) if secure else plain
+        return socket.create_connection((str(addresses[0]), port), timeout=_left(deadline))
     except OSError as error:
         raise _refused("the connection failed or took too long") from error
-    return connection
 
 
 def _read(
@@ -112,12 +138,12 @@ def _read(
         if connection.sock is not None:
             connection.sock.settimeout(_left(deadline))
         piece = response.read1(1 << 16)
+        _left(deadline)  # before an empty piece is taken for the end: the timer also ends the body
         if not piece:
             return bytes(data)
         data += piece
         if len(data) > max_bytes:
             raise _refused(f"the clip is larger than {max_bytes} bytes")
-        _left(deadline)
 
 
 def _left(deadline: float) -> float:

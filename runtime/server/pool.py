@@ -260,9 +260,8 @@ class Pool:
         self._encoding[job.id] = future
         try:
             self._worker.outbox.put(job)
-            async with asyncio.timeout(self.limits.deadline_seconds):
-                return await future
-        except TimeoutError as error:
+            return await asyncio.wait_for(future, self.limits.deadline_seconds)
+        except asyncio.TimeoutError as error:  # not yet TimeoutError in Python 3.10
             raise DeadlineError("encoding the reference clip took too long; use a shorter clip") from error
         finally:
             self._encoding.pop(job.id, None)

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from runtime.backends.select import BackendOptions
-from runtime.errors import BackendUnavailableError, MossError
+from runtime.errors import MossError
 from runtime.manifest import Manifest
 from runtime.server.app import create_app
 from runtime.server.pool import Pool, PoolLimits, process_starter
@@ -29,6 +31,8 @@ def read_settings(given: Mapping[str, Any]) -> ServerSettings:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise MossError(f"setting {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except SettingsError as error:  # it names the field and never the value
+        raise MossError(f"{error}: lists in the environment are JSON, such as '[\"one\"]'") from error
 
 
 def build_app(artifacts: Path, backend: BackendOptions, settings: ServerSettings) -> FastAPI:
@@ -41,10 +45,6 @@ def build_app(artifacts: Path, backend: BackendOptions, settings: ServerSettings
 
 def run_server(artifacts: Path, backend: BackendOptions, host: str, port: int, given: Mapping[str, Any]) -> None:
     """Serve until SIGTERM or SIGINT; then finish what runs, for at most drain_seconds."""
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise BackendUnavailableError("run-om serve needs: pip install 'moss-tts-nano-ascend[serve]'") from error
     settings = read_settings(given)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     app = build_app(artifacts, backend, settings)

@@ -21,8 +21,11 @@ def key_matches(given: str, keys: tuple[str, ...]) -> bool:
     return matches
 
 
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics"))
+
+
 class ApiKeys:
-    """Guards /v1 with bearer keys; health, metrics and the page stay open."""
+    """Guards everything with bearer keys but health, metrics and the page: a path that is not known is not open."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app, self._keys = app, keys
@@ -35,8 +38,7 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _guards(self, scope: Scope) -> bool:
-        path = str(scope["path"])
-        return bool(self._keys) and (path == "/v1" or path.startswith("/v1/")) and scope["method"] != "OPTIONS"
+        return bool(self._keys) and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS"
 
     def _allowed(self, scope: Scope) -> bool:
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -59,30 +61,36 @@ class BodyLimits:
             return
         body = bytearray()
         try:
-            async with asyncio.timeout(self._settings.body_timeout_seconds):
-                self._check(self._announced(scope), 0)
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return
-                    piece = message.get("body", b"")
-                    self._check(len(body) + len(piece), len(piece))
-                    self._buffered += len(piece)
-                    body += piece
-                    more = message.get("more_body", False)
-            await self._app(scope, _replayed(bytes(body), receive), send)
+            self._check(self._announced(scope), 0)
+            whole = await asyncio.wait_for(self._read(body, receive), self._settings.body_timeout_seconds)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # not yet TimeoutError in Python 3.10
             late = ApiError(408, f"the body took longer than {self._settings.body_timeout_seconds:g} s")
             await error_response(late)(scope, receive, send)
+        else:
+            if whole:
+                await self._app(scope, _replayed(bytes(body), receive), send)
         finally:
             self._buffered -= len(body)
 
+    async def _read(self, body: bytearray, receive: Receive) -> bool:
+        """Fill `body`; False when the client left before its end."""
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return False
+            piece = message.get("body", b"")
+            self._check(len(body) + len(piece), len(piece))
+            self._buffered += len(piece)
+            body += piece
+            more = message.get("more_body", False)
+        return True
+
     def _announced(self, scope: Scope) -> int:
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        return int(length) if length.isdigit() else 0
+        return int(length[:18]) if length.isdigit() else 0  # 18 digits are too many bytes, and never too many for int
 
     def _check(self, size: int, more: int) -> None:
         if size > self._settings.max_body_bytes:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MiB = 1 << 20
+# Not empty: --api-key "$UNSET" must not open the server to whoever sends `Bearer `. No spaces: a header loses them.
+ApiKey = Annotated[str, StringConstraints(pattern=r"^[!-~]+$")]
 
 
 class ServerSettings(BaseSettings):
@@ -15,7 +18,7 @@ class ServerSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="MOSS_TTS_", frozen=True)
 
-    api_keys: tuple[str, ...] = ()  # none: /v1 is open
+    api_keys: tuple[ApiKey, ...] = ()  # none: everything is open
     model_names: tuple[str, ...] = ("OpenMOSS-Team/MOSS-TTS-Nano", "moss-tts-nano", "tts-1", "gpt-4o-mini-tts")
     default_voice: str | None = None  # a stored voice for requests that name none, or one of OpenAI's
     default_seed: int = 42  # as vLLM-Omni: requests without a seed repeat too
