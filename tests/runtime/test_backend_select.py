@@ -97,7 +97,7 @@ def test_simulate_stands_in_for_the_device_that_was_compiled_for(golden_llm) -> 
 
 
 def test_simulate_without_fake_builds_says_how_to_make_them(golden_llm) -> None:
-    with pytest.raises(BackendUnavailableError, match="tests.fake_cann.tree DIR"):
+    with pytest.raises(BackendUnavailableError, match=r"tests\.fake_cann\.tree DIR"):
         open_backend("om", golden_llm.manifest, options=BackendOptions(simulate=True))
     assert "acl" not in sys.modules
 
