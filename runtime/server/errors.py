@@ -11,9 +11,9 @@ from runtime.errors import AudioError, CapacityError, MossError, TextError
 from runtime.server.pool import DeadlineError, QueueFullError, UnavailableError
 
 _TYPES = {
-    400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
-    408: "RequestTimeoutError", 413: "RequestTooLargeError", 429: "RateLimitError", 500: "InternalServerError",
-    503: "ServiceUnavailableError", 504: "DeadlineExceededError",
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
+    405: "MethodNotAllowedError", 408: "RequestTimeoutError", 413: "RequestTooLargeError", 429: "RateLimitError",
+    500: "InternalServerError", 503: "ServiceUnavailableError", 504: "DeadlineExceededError",
 }  # fmt: skip
 
 

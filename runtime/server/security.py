@@ -35,6 +35,10 @@ class ApiKeys:
             refused = ApiError(401, "a valid API key is needed", headers={"WWW-Authenticate": "Bearer"})
             await error_response(refused)(scope, receive, send)
             return
+        if scope["type"] == "http" and not self._keys and _from_another_site(scope):
+            refused = ApiError(403, "a web page of another site may not use a server without API keys")
+            await error_response(refused)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
     def _guards(self, scope: Scope) -> bool:
@@ -46,6 +50,12 @@ class ApiKeys:
             return False
         scheme, _, key = headers[0].decode("utf-8", "surrogateescape").partition(" ")
         return scheme.lower() == "bearer" and key_matches(key.strip(), self._keys)
+
+
+def _from_another_site(scope: Scope) -> bool:
+    """Whether a browser says that another site's page wants something done; with keys, a page would need one."""
+    unsafe = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+    return unsafe and any(name == b"sec-fetch-site" and value == b"cross-site" for name, value in scope["headers"])
 
 
 class BodyLimits:

@@ -77,6 +77,14 @@ def test_operations_are_open(path):
     assert answer_of(ApiKeys(reached, ("sesame",)), path=path) == 200
 
 
+@pytest.mark.parametrize(("site", "keys", "status"), [
+    (b"cross-site", (), 403), (b"same-origin", (), 200), (b"none", (), 200), (b"cross-site", ("sesame",), 200),
+])  # fmt: skip
+def test_a_page_of_another_site_cannot_use_a_server_without_keys(site, keys, status):
+    headers = [(b"sec-fetch-site", site), (b"authorization", b"Bearer sesame")]
+    assert answer_of(ApiKeys(reached, keys), headers=headers) == status
+
+
 def test_a_timeout_of_the_application_is_not_blamed_on_the_body():
     async def late(scope, receive, send):
         raise TimeoutError
