@@ -287,6 +287,32 @@ def test_missing_shards_and_wrong_indexes_are_named(codec: Path) -> None:
     assert "weight_map" in refusal(codec, open_codec)
 
 
+def test_a_tensor_in_two_shards_is_refused(codec: Path) -> None:
+    index = codec / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    name = "encoder.1.input_proj.weight"
+    save_file({name: load_file(codec / SHARD)[name], "other": torch.zeros(1)}, codec / "second.safetensors")
+    index.write_text(json.dumps({"weight_map": listed | {"other": "second.safetensors"}}))
+    assert f"second.safetensors: {name}: {SHARD} holds the same tensor" in refusal(codec, open_codec)
+
+
+def test_a_tensor_that_the_index_forgot_is_read_with_a_notice(codec: Path) -> None:
+    index = codec / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    forgotten = "encoder.1.input_proj.weight"
+    index.write_text(json.dumps({"weight_map": {n: s for n, s in listed.items() if n != forgotten}}))
+    opened = open_codec(codec)
+    assert [(f.rule, f.tensor) for f in opened.findings] == [("not-in-index", forgotten)]
+    assert forgotten in opened.tensors
+
+
+def test_of_two_layouts_the_safetensors_file_is_read_with_a_notice(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    torch.save({n: t + 1 for n, t in tensors.items()}, model / "pytorch_model.bin")
+    assert rules(model) == {"two-layouts"}
+    assert torch.equal(open_model(model).tensors[LN], tensors[LN])
+
+
 def test_older_codec_names_are_read(codec: Path) -> None:
     older = (
         (".parametrizations.weight.original0", ".weight_g"), (".parametrizations.weight.original1", ".weight_v"),

@@ -17,13 +17,16 @@ from convert.checkpoint import Checkpoint, open_codec, open_model
 from convert.cli import cli
 from convert.fixture import write_fixture
 from convert.fixture_configs import FULL, TINY, codec_config_json, model_config_json
+from runtime.backends.ort import OrtBackend
 from runtime.config import CodecConfig, ModelConfig
 from runtime.errors import CheckpointError
-from runtime.manifest import sha256_of
+from runtime.generate import generate
+from runtime.manifest import Manifest, sha256_of
 from runtime.modules.codec import build_codec_module
 from runtime.modules.codec_state import derive_codec_state
 from runtime.prompt import PromptBuilder
 from runtime.sampling import SamplingParams, choose_code, decide_slot, draw_uniforms
+from runtime.synthesizer import open_synthesizer
 from runtime.tokenizer import Tokenizer
 from tests.convert import naive_llm as naive
 
@@ -115,6 +118,18 @@ def test_sampled_speech_stops_too_and_sampling_makes_a_difference(speakers: dict
     both = min(len(sampled), len(greedy)) - 1
     same = np.mean([np.array(a.codes) == np.array(b.codes) for a, b in zip(sampled[:both], greedy[:both], strict=True)])
     assert 0.2 < same < 0.95
+
+
+def test_the_exported_graphs_say_what_the_naive_reference_says(
+    speakers: dict[int, Speaker], tiny_artifacts: Path
+) -> None:
+    """Graphs on ONNX Runtime with a cache, and the reference without one, are written apart: every code is the same."""
+    rows = speakers[0].rows(TEXTS[2])
+    manifest = Manifest.load(tiny_artifacts)
+    with open_synthesizer(manifest, OrtBackend(threads=1)) as synthesizer:
+        spoken = generate(synthesizer.frame_model, rows, 0, SamplingParams.greedy())
+    assert spoken.finish_reason == "stop"
+    np.testing.assert_array_equal(spoken.codes, [d.codes for d in speakers[0].run(rows) if d.codes])
 
 
 def test_text_and_voice_decide_where_the_speech_begins(speakers: dict[int, Speaker]) -> None:
