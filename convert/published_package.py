@@ -41,6 +41,7 @@ from runtime.config import CodecConfig, ModelConfig
 from runtime.errors import ExportError
 from runtime.graphs import attention_layers
 from runtime.manifest import write_atomically
+from runtime.onnx_package import MADE_UP_KEY
 from runtime.package_graphs import CODEC_META_NAME, MANIFEST_NAME, TTS_META_NAME, codec_state_names, published_names
 from runtime.prompt import PromptBuilder, Template
 from runtime.sampling import SamplingParams
@@ -99,7 +100,10 @@ def write_published_package(
     if tokenizer.is_file():
         (tts / "tokenizer.model").write_bytes(tokenizer.read_bytes())
     templates = _templates(model.config, tts / "tokenizer.model") if tokenizer.is_file() else {}
-    write_atomically(tts / MANIFEST_NAME, _json(_manifest(model.config, templates, voices or {})))
+    manifest = _manifest(model.config, templates, voices or {})
+    if model.made_up or codec.made_up:
+        manifest[MADE_UP_KEY] = True
+    write_atomically(tts / MANIFEST_NAME, _json(manifest))
     return tts
 
 
