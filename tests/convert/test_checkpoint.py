@@ -337,6 +337,15 @@ def test_older_codec_names_are_read(codec: Path) -> None:
     assert all(torch.equal(got.tensors[n], want[n]) for n in want)
 
 
+def test_a_codec_config_that_contradicts_itself_is_refused(codec: Path) -> None:
+    raw = json.loads((codec / "config.json").read_text())
+    rate, quantizer = raw["sampling_rate"], raw["quantizer_kwargs"]
+    change_config(codec, sample_rate=rate + 1, quantizer_kwargs=quantizer | {"output_dim": quantizer["input_dim"] + 1})
+    message = refusal(codec, open_codec)
+    assert f"sample_rate {rate + 1} and sampling_rate {rate} differ" in message
+    assert f"output_dim differs from input_dim {quantizer['input_dim']}" in message
+
+
 def test_a_tensor_under_two_names_is_refused(codec: Path) -> None:
     name = "quantizer.input_proj.parametrizations.weight.original0"
     change(codec, lambda t: t | {"quantizer.input_proj.weight_g": t[name].clone()}, SHARD)
