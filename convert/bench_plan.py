@@ -1,0 +1,294 @@
+"""What a device that is not here would take, predicted: kernels, FLOPs, bytes and time of each graph.
+
+    time of a launch = launch overhead + sum over kernels of max(kernel overhead, bytes / bandwidth, FLOPs / peak)
+
+A PREDICTION from published peak figures and assumed overheads, never a measurement. It says what the arithmetic and
+the number of kernels allow, and which of the two is the limit. Kernels are the nodes of the lowered graph that the
+readiness tables place on AICore or AICPU. The fusions counted are the two that GE is documented to do on static graphs
+and that do not depend on a pattern library: a bias goes into its matrix product, and element-wise nodes in a chain
+with one reader each become one kernel (UB fusion).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from onnx import NodeProto
+
+from convert.atc import Buckets
+from op_patches.graph_view import GraphView, attributes, input_name
+from op_patches.pipeline import apply_lowerings
+from op_patches.readiness.folding import Folded, folded
+from op_patches.readiness.kernels import place_all
+from op_patches.readiness.loader import load_structure
+from op_patches.readiness.views import TypedGraph, bind_axes, typed_graph
+from op_patches.targets import Engine, Plugin, Target
+from runtime.errors import BenchError
+from runtime.manifest import Manifest
+
+ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Sqrt", "Tanh", "Erf", "Exp", "Neg", "Abs", "Pow", "Cast", "Where", "Min",
+               "Max", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "And", "Or", "Not", "Reciprocal",
+               "Cos", "Sin", "Sigmoid"}  # fmt: skip
+PER_FRAME = ("step", "frame", "step_frame")
+UP_BYTES, DOWN_BYTES = 64 + 4 + 4, 64  # per frame, plus 4 per uniform and code; docs/om-backend.md
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The stated cost model of one chip."""
+
+    bandwidth: float  # bytes per second from device memory, published peak
+    bandwidth_share: float  # of it that a kernel reaches: assumed
+    half_flops: float  # float16 FLOP per second of the matrix unit, published peak
+    float_share: float  # float32 as a share of that: assumed
+    flops_share: float  # of the peak that these small products reach: assumed
+    cache_bytes: int  # what stays on the chip between two uses of a weight
+    kernel_seconds: float  # shortest kernel inside a launched graph: assumed
+    aicpu_seconds: float  # one AICPU kernel: assumed
+    launch_seconds: float  # host side of one execute, and of one small copy: assumed
+    note: str
+
+
+DEVICES = {
+    "910b": Device(0.8e12, 0.6, 280e12, 0.25, 0.3, 96 << 20, 4e-6, 60e-6, 50e-6,
+                   "Ascend 910B4: 0.8 TB/s and 280 TFLOPS float16 as published for the 32 GB card"),
+    "310p": Device(204.8e9, 0.6, 70e12, 0.05, 0.3, 8 << 20, 6e-6, 80e-6, 60e-6,
+                   "Ascend 310P3: 204.8 GB/s and 70 TFLOPS float16 as published for one chip"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """One graph at one size, and what one launch of it costs."""
+
+    graph: str
+    axes: dict[str, int]
+    nodes: int
+    kernels_before_fusion: int
+    kernels: int
+    aicpu_kernels: int
+    flops: float
+    weight_bytes: float  # read from device memory
+    activation_bytes: float  # cache and inputs included
+    predicted_ms: float
+    of_it_overhead_ms: float  # kernels that are too small to fill their shortest time
+
+
+@dataclass(frozen=True, slots=True)
+class FramePlan:
+    """One frame of one way to run."""
+
+    name: str
+    launches: int
+    kernels: int
+    bytes_up: int
+    bytes_down: int
+    predicted_ms: float
+
+    @property
+    def frames_per_second(self) -> float:
+        return 1e3 / self.predicted_ms
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedPlan:
+    """The whole prediction."""
+
+    target: str
+    graphs: tuple[GraphPlan, ...]
+    frames: tuple[FramePlan, ...]
+    assumptions: tuple[str, ...]
+    prediction: bool = field(default=True)  # for whoever reads the JSON: nothing here was measured
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        frames = [{**asdict(frame), "frames_per_second": frame.frames_per_second} for frame in self.frames]
+        return {**asdict(self), "frames": frames}
+
+
+def plan_speed(manifest: Manifest, target: Target, buckets: Buckets | None = None) -> SpeedPlan:
+    """Every exported graph at every size that it is compiled for."""
+    if target.family not in DEVICES or target.soc not in ("Ascend910B4", "Ascend310P3"):
+        raise BenchError(f"no cost model for {target.soc}; there is one for 910B4 and one for 310P3")
+    device = DEVICES[target.family]
+    graphs = []
+    for graph in manifest.graphs.values():
+        if graph.spec.name != "codec_decode":  # nothing runs it in production
+            for axes in (buckets or Buckets()).bindings(graph.spec, manifest.codec):
+                graphs.append(_plan_graph(manifest, graph.spec.name, axes, target, device))
+    return SpeedPlan(str(target), tuple(graphs), tuple(_frames(manifest, graphs, device)), _assumptions(device, target))
+
+
+def _plan_graph(manifest: Manifest, name: str, axes: Mapping[str, int], target: Target, device: Device) -> GraphPlan:
+    """Lower, bind, place; then add up."""
+    graph = manifest.graph(name)
+    model = load_structure(manifest.path(graph.file))
+    shapes = {t.name: t.bound_shape for t in graph.spec.bind(**axes).inputs}
+    lowered, _ = apply_lowerings(model, target, input_shapes=shapes)
+    bind_axes(lowered, shapes)
+    typed = typed_graph(lowered, target)
+    launched = [
+        (node, engine) for node, engine in _placed(typed, target) if engine in (Engine.AICORE, Engine.AICPU)
+    ]  # fmt: skip
+    groups = _fused([node for node, _ in launched], typed.root)
+    engines = {id(node): engine for node, engine in launched}
+    cached: set[str] = set()
+    total = overhead = weights = activations = flops = 0.0
+    for group in groups:
+        on_aicpu = any(engines[id(node)] is Engine.AICPU for node in group)
+        shortest = device.aicpu_seconds if on_aicpu else device.kernel_seconds
+        work = sum(_flops(node, typed.root) for node in group)
+        read, touched = _bytes(group, typed.root, target, device, cached)
+        seconds = max(shortest, _memory_seconds(read + touched, device), work / _peak(target, device))
+        overhead += shortest if seconds == shortest else 0.0
+        total, flops, weights, activations = total + seconds, flops + work, weights + read, activations + touched
+    return GraphPlan(
+        name, dict(axes), len(lowered.graph.node), len(launched), len(groups),
+        sum(engine is Engine.AICPU for _, engine in launched), flops, weights, activations,
+        1e3 * (total + device.launch_seconds), 1e3 * (overhead + device.launch_seconds),
+    )  # fmt: skip
+
+
+def _placed(typed: TypedGraph, target: Target) -> list[tuple[NodeProto, Engine]]:
+    constants: dict[int, Folded] = {id(typed.root): folded(typed.root, None)}
+    opset = typed.root.opset
+    plugins: dict[int, Plugin | None] = {id(n): target.plugin(n.op_type, opset) for n in typed.root.nodes}
+    return [(node, placed.engine) for _, node, _, placed in place_all([typed.root], target, plugins, constants)]
+
+
+def _fused(nodes: Sequence[NodeProto], view: GraphView) -> list[list[NodeProto]]:
+    """Kernels: a chain joins its producer when the producer's value has no other reader."""
+    group_of: dict[int, list[NodeProto]] = {}
+    groups: list[list[NodeProto]] = []
+    known = {id(node) for node in nodes}
+    for node in nodes:
+        joined = None
+        if node.op_type in ELEMENTWISE:
+            for name in node.input:
+                producer = view.producer(name) if name else None
+                if producer is None or id(producer) not in known or id(producer) not in group_of:
+                    continue
+                alone = view.uses(name) == 1 and not view.is_output(name)
+                bias = producer.op_type in ("MatMul", "Gemm") and node.op_type == "Add" and _adds_constant(node, view)
+                if alone and (producer.op_type in ELEMENTWISE or bias):
+                    joined = group_of[id(producer)]
+                    break
+        if joined is None:
+            joined = []
+            groups.append(joined)
+        joined.append(node)
+        group_of[id(node)] = joined
+    return groups
+
+
+def _adds_constant(node: NodeProto, view: GraphView) -> bool:
+    return any(view.is_constant(name) for name in node.input)
+
+
+def _flops(node: NodeProto, view: GraphView) -> float:
+    """Of matrix products; the vector unit's share is inside the shortest time of a kernel."""
+    if node.op_type not in ("MatMul", "Gemm"):
+        return 0.0
+    a, out = view.static_shape(input_name(node, 0)), view.static_shape(node.output[0])
+    if a is None or out is None:
+        raise BenchError(f"{node.name}: the shape is not known after binding all axes; check the graph first")
+    inner = a[-2] if node.op_type == "Gemm" and attributes(node).get("transA", 0) else a[-1]
+    return 2.0 * math.prod(out) * inner
+
+
+def _bytes(
+    group: Sequence[NodeProto], view: GraphView, target: Target, device: Device, cached: set[str]
+) -> tuple[float, float]:
+    """Weights from device memory, and other values in and out. A weight that fits the chip's cache is read once."""
+    inside = {name for node in group for name in node.output}
+    weights = values = 0.0
+    for node in group:
+        for i, name in enumerate(node.input):
+            if not name or name in inside:
+                continue
+            size = _size(name, view, target)
+            if node.op_type in ("Gather", "GatherElements", "Slice", "Split") and i == 0:
+                size = min(size, sum(_size(out, view, target) for out in node.output))
+            if view.is_constant(name):
+                weights += 0.0 if name in cached else size
+                if size < device.cache_bytes and node.op_type != "Gather":
+                    cached.add(name)
+            else:
+                values += size
+        values += sum(_size(name, view, target) for name in node.output if view.is_output(name))
+    last = group[-1]
+    values += sum(_size(name, view, target) for name in last.output if not view.is_output(name))
+    return weights, values
+
+
+def _size(name: str, view: GraphView, target: Target) -> float:
+    shape, found = view.static_shape(name), view.type_of(name)
+    if shape is None or found is None:
+        return 0.0  # an optional value without a type: nothing that moves
+    wide = {"float32": 2 if target.half_precision else 4, "int64": 8, "bool": 1, "float16": 2}
+    return float(math.prod(shape) * wide.get(found.dtype, 4))
+
+
+def _memory_seconds(num_bytes: float, device: Device) -> float:
+    return num_bytes / (device.bandwidth * device.bandwidth_share)
+
+
+def _peak(target: Target, device: Device) -> float:
+    return device.half_flops * device.flops_share * (1.0 if target.half_precision else device.float_share)
+
+
+def _frames(manifest: Manifest, graphs: Sequence[GraphPlan], device: Device) -> list[FramePlan]:
+    """The two ways to a frame: one launch, or two. The copies per frame cost a launch overhead each."""
+    n_vq = manifest.model.n_vq
+    found = {g.graph: g for g in graphs}
+    up, down = UP_BYTES + 4 * (1 + n_vq), DOWN_BYTES + 4 * n_vq
+    copies = 4 * 1e3 * device.launch_seconds  # control up, mask up, rows on the device, results down
+    frames = []
+    for names in (("step_frame",), ("step", "frame")):
+        if all(name in found for name in names):
+            parts = [found[name] for name in names]
+            predicted = sum(p.predicted_ms for p in parts) + copies
+            kernels = sum(p.kernels for p in parts)
+            frames.append(FramePlan(" + ".join(names), len(parts), kernels, up, down, predicted))
+    return frames
+
+
+def _assumptions(device: Device, target: Target) -> tuple[str, ...]:
+    return (
+        "PREDICTION: nothing was run on a device",
+        device.note,
+        f"reached of the bandwidth: {device.bandwidth_share:.0%}; of the matrix unit's peak: {device.flops_share:.0%}"
+        + ("" if target.half_precision else f", float32 at {device.float_share:.0%} of float16"),
+        f"shortest kernel {device.kernel_seconds * 1e6:.0f} us, AICPU kernel {device.aicpu_seconds * 1e6:.0f} us, "
+        f"one execute or copy from the host {device.launch_seconds * 1e6:.0f} us: assumed, not published",
+        f"a weight below {device.cache_bytes >> 20} MiB that is used again in one launch comes from the chip's cache",
+        "the cost of copying the new rows into the cache and the codes into the next row is one copy",
+        "fused: bias into its matrix product; element-wise chains with one reader",
+        f"float values take {'2' if target.half_precision else '4'} bytes in every kernel",
+    )
+
+
+def as_text(plan: SpeedPlan) -> str:
+    """Tables for the terminal, the warning first."""
+    lines = [f"PREDICTION for {plan.target} - not measured", ""]
+    lines.append(
+        f"{'graph':<14}{'axes':<16}{'nodes':>7}{'kernels':>9}{'fused':>7}{'AICPU':>7}{'GFLOP':>8}{'weights MB':>12}"
+        f"{'values MB':>11}{'ms':>8}{'overhead':>10}"
+    )
+    for g in plan.graphs:
+        axes = " ".join(f"{k}={v}" for k, v in g.axes.items() if k in "TCF")
+        lines.append(
+            f"{g.graph:<14}{axes:<16}{g.nodes:>7}{g.kernels_before_fusion:>9}{g.kernels:>7}{g.aicpu_kernels:>7}"
+            f"{g.flops / 1e9:>8.2f}{g.weight_bytes / 1e6:>12.1f}{g.activation_bytes / 1e6:>11.1f}{g.predicted_ms:>8.2f}"
+            f"{g.of_it_overhead_ms / g.predicted_ms:>10.0%}"
+        )
+    lines.append("")
+    for f in plan.frames:
+        lines.append(
+            f"one frame by {f.name}: {f.launches} launch(es), {f.kernels} kernels, {f.bytes_up} bytes up, "
+            f"{f.bytes_down} down, {f.predicted_ms:.2f} ms, {f.frames_per_second:.0f} frames/s (real time is 12.5)"
+        )
+    return "\n".join([*lines, "", "assumptions:", *(f"- {line}" for line in plan.assumptions)])

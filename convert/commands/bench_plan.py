@@ -1,0 +1,22 @@
+"""convert-moss bench-plan: the predicted cost of every graph on a device that is not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("bench-plan")
+@click.argument("artifacts", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--target", default="910B4,precision=fp16", show_default=True, help="As of convert-moss check.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_plan(artifacts: Path, target: str, as_json: bool) -> None:
+    """Predict kernels, bytes and time of ARTIFACTS per graph and per frame, with every assumption stated."""
+    from convert.bench_plan import as_text, plan_speed
+    from op_patches.targets import Target
+    from runtime.manifest import Manifest
+
+    plan = plan_speed(Manifest.load(artifacts), Target.parse(target))
+    click.echo(json.dumps(plan.to_dict(), indent=1) if as_json else as_text(plan))
