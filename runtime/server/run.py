@@ -36,7 +36,7 @@ def read_settings(given: Mapping[str, Any]) -> ServerSettings:
 
 
 def build_app(artifacts: Path, backend: BackendOptions, settings: ServerSettings) -> FastAPI:
-    """The application for one model; also what deploy/ray_serve.py runs in every replica."""
+    """The application for one model."""
     manifest = Manifest.load(artifacts)
     spec = WorkerSpec(artifacts, backend, settings.slots, settings.max_rows)
     limits = PoolLimits(settings.slots, settings.max_queue, settings.deadline_seconds, settings.step_timeout_seconds)
