@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -181,14 +181,14 @@ def wav_samples(samples: npt.NDArray[np.float32], sample_format: SampleFormat) -
     return wide.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
 
 
-class _Sink:
+class _Sink(Protocol):
     """Where interleaved samples [n, channels] in [-1, 1] go."""
 
     def write(self, samples: npt.NDArray[np.float32]) -> None:
-        raise NotImplementedError
+        ...
 
     def close(self) -> None:
-        raise NotImplementedError
+        ...
 
 
 class _WavSink(_Sink):
