@@ -3,10 +3,11 @@
     time of a launch = launch overhead + sum over kernels of max(kernel overhead, bytes / bandwidth, FLOPs / peak)
 
 A PREDICTION from published peak figures and assumed overheads, never a measurement. It says what the arithmetic and
-the number of kernels allow, and which of the two is the limit. Kernels are the nodes of the exported graph that the readiness tables place on AICore
-or AICPU; a LayerNormalization counts as one, as GE fuses its lowered form again. Two fusions are counted, which GE is
-expected to do on static graphs: a bias goes into its matrix product, and element-wise nodes in a chain with one reader
-each become one kernel (UB fusion).
+the number of kernels allow, and which of the two is the limit.
+
+Kernels are the nodes of the exported graph that the readiness tables place on AICore or AICPU; a LayerNormalization
+counts as one, as GE fuses its lowered form again. Two fusions are counted, which GE is expected to do on static graphs:
+a bias goes into its matrix product, and element-wise nodes in a chain with one reader become one kernel (UB fusion).
 """
 
 from __future__ import annotations
