@@ -2,7 +2,7 @@
 
     time of a launch = launch overhead + sum over kernels of max(kernel overhead, bytes / bandwidth, FLOPs / peak)
 
-A PREDICTION from published peak figures and assumed overheads, never a measurement. It says what the arithmetic and
+A PREDICTION from unchecked peak figures and assumed overheads, never a measurement. It says what the arithmetic and
 the number of kernels allow, and which of the two is the limit.
 
 Kernels are the nodes of the exported graph that the readiness tables place on AICore or AICPU; a LayerNormalization
@@ -40,9 +40,9 @@ UP_BYTES, DOWN_BYTES = 64 + 4, 64  # per frame, plus 4 per uniform and code; doc
 class Device:
     """The stated cost model of one chip."""
 
-    bandwidth: float  # bytes per second from device memory, published peak
+    bandwidth: float  # bytes per second from device memory, peak, source not checked
     bandwidth_share: float  # of it that a kernel reaches: assumed
-    half_flops: float  # float16 FLOP per second of the matrix unit, published peak
+    half_flops: float  # float16 FLOP per second of the matrix unit, peak, source not checked
     float_share: float  # float32 as a share of that: assumed
     flops_share: float  # of the peak that these small products reach: assumed
     cache_bytes: int  # what stays on the chip between two uses of a weight
@@ -54,9 +54,9 @@ class Device:
 
 DEVICES = {
     "910b": Device(0.8e12, 0.6, 280e12, 0.25, 0.3, 96 << 20, 4e-6, 60e-6, 50e-6,
-                   "Ascend 910B4: 0.8 TB/s and 280 TFLOPS float16 as published for the 32 GB card"),
+                   "Ascend 910B4: 0.8 TB/s and 280 TFLOPS float16 (32 GB card), source not checked"),
     "310p": Device(204.8e9, 0.6, 70e12, 0.05, 0.3, 8 << 20, 6e-6, 80e-6, 60e-6,
-                   "Ascend 310P3: 204.8 GB/s and 70 TFLOPS float16 as published for one chip"),
+                   "Ascend 310P3: 204.8 GB/s and 70 TFLOPS float16 (one chip), source not checked"),
 }  # fmt: skip
 
 
