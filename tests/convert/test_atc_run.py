@@ -168,7 +168,8 @@ def test_one_failure_does_not_lose_the_other_graphs_and_the_next_run_goes_on(
 def test_a_run_that_is_interrupted_keeps_what_it_made(tmp_path: Path, cann: Path) -> None:
     manifest = make_artifacts(tmp_path / "a")
     script = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import signal, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a script inherit an ignored SIGINT
 from pathlib import Path
 from tests.convert import test_atc_run as t
 from convert.atc_run import require_atc
