@@ -30,7 +30,7 @@ from op_patches.readiness.check import check_model
 from op_patches.readiness.loader import is_outside, load_structure
 from op_patches.targets import Target
 from runtime.errors import AtcError, ManifestError
-from runtime.graphs import GRAPH_NAMES
+from runtime.graphs import DEVICE_GRAPHS, HOST_GRAPHS
 from runtime.manifest import Manifest, OmBuild, sha256_of
 from runtime.spec import GraphSpec
 
@@ -155,12 +155,13 @@ def first_refusal(path: Path, target: Target, shapes: Shapes) -> str | None:
 def chosen_graphs(manifest: Manifest, graphs: Iterable[str]) -> list[str]:
     """The graphs to compile, in the order of the table; AtcError for a name that is no graph."""
     wanted = list(graphs)
-    unknown = [name for name in wanted if name not in GRAPH_NAMES and name not in manifest.graphs]
+    unknown = [name for name in wanted if name in HOST_GRAPHS or name not in (*DEVICE_GRAPHS, *manifest.graphs)]
     if unknown:
-        raise AtcError(f"no graph named {', '.join(unknown)}; expected some of {', '.join(manifest.graphs)}")
+        there = [name for name in manifest.graphs if name not in HOST_GRAPHS]
+        raise AtcError(f"no graph named {', '.join(unknown)}; expected some of {', '.join(there)}")
     for name in wanted:
         manifest.graph(name)  # named but not exported: the manifest says so
-    return [name for name in manifest.graphs if not wanted or name in wanted]
+    return [name for name in manifest.graphs if name not in HOST_GRAPHS and (not wanted or name in wanted)]
 
 
 def graph_source(

@@ -27,6 +27,7 @@ from op_patches.readiness.loader import load_structure
 from op_patches.readiness.views import TypedGraph, bind_axes, typed_graph
 from op_patches.targets import Engine, Plugin, Target
 from runtime.errors import BenchError
+from runtime.graphs import HOST_GRAPHS
 from runtime.manifest import Manifest
 
 ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Sqrt", "Tanh", "Erf", "Exp", "Neg", "Abs", "Pow", "Cast", "Where", "Min",
@@ -116,7 +117,7 @@ def plan_speed(manifest: Manifest, target: Target, buckets: Buckets | None = Non
     device = DEVICES[target.family]
     graphs = []
     for graph in manifest.graphs.values():
-        if graph.spec.name != "codec_decode":  # nothing runs it in production
+        if graph.spec.name not in ("codec_decode", *HOST_GRAPHS):  # nothing runs codec_decode in production
             for axes in (buckets or Buckets()).bindings(graph.spec, manifest.codec):
                 graphs.append(_plan_graph(manifest, graph.spec.name, axes, target, device))
     return SpeedPlan(str(target), tuple(graphs), tuple(_frames(manifest, graphs, device)), _assumptions(device, target))

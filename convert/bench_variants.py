@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -93,7 +93,14 @@ class _ScaledScores(GlobalTransformer):
 class _AllRows(GlobalTransformer):
     """The last block, and the final norm, for every row of the prompt."""
 
-    def read_prompt(self, rows: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def read_rows(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        last: Tensor,
+        cache_mask: Tensor | None = None,
+        past: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
         x, cache = self.embed(rows), []
         cos, sin = self._rope(positions)
         mask = (positions.unsqueeze(1) > positions.unsqueeze(2)).to(torch.float32).unsqueeze(1) * -1.0e4

@@ -21,7 +21,7 @@ from convert.hub_cache import resolve_source
 from convert.recorded_inputs import export_versions
 from op_patches.targets import Target
 from runtime.errors import ExportError, ManifestError
-from runtime.graphs import GRAPH_NAMES
+from runtime.graphs import DEVICE_GRAPHS
 from runtime.manifest import MANIFEST_NAME, Manifest, sha256_of
 
 Progress = Callable[[str], None]
@@ -43,7 +43,7 @@ class BuildRequest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.graphs or GRAPH_NAMES
+        return self.graphs or DEVICE_GRAPHS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,9 @@ def script_stage(plan: AtcPlan, path: Path) -> int:
 
 def export_steps(request: BuildRequest) -> list[Step]:
     """Per graph: does it have to be exported, and why."""
-    unknown = [name for name in request.names if name not in GRAPH_NAMES]
+    unknown = [name for name in request.names if name not in DEVICE_GRAPHS]
     if unknown:
-        raise ExportError(f"no graph {', '.join(unknown)}; graphs: {', '.join(GRAPH_NAMES)}")
+        raise ExportError(f"no graph {', '.join(unknown)}; graphs: {', '.join(DEVICE_GRAPHS)}")
     common = next(_export_reasons(request), None)
     if common is not None:
         return [Step("export", name, "run", common) for name in request.names]

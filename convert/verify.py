@@ -32,6 +32,8 @@ def example_axes(name: str, codec: CodecConfig) -> list[dict[str, int]]:
         return [{"B": 1, "T": 23}, {"B": 2, "T": 7}]
     if name in ("step", "step_frame"):
         return [{"B": 1, "C": 19}, {"B": 2, "C": 5}]
+    if name == "extend":
+        return [{"B": 1, "C": 19, "T": 7}, {"B": 2, "C": 1, "T": 1}]
     if name == "frame":
         return [{"B": 1}, {"B": 3}]
     frames = [(1, 2 * BLOCK_FRAMES), (2, BLOCK_FRAMES)] if name == "codec_decode" else [(1, 3), (2, 1)]

@@ -12,9 +12,11 @@ from __future__ import annotations
 from runtime.config import CodecConfig, CodecStage, ModelConfig
 from runtime.spec import GraphSpec, TensorSpec
 
-LLM_GRAPHS = ("prefill", "step", "frame", "step_frame")
+LLM_GRAPHS = ("prefill", "step", "frame", "step_frame", "extend")
 CODEC_GRAPHS = ("codec_encode", "codec_decode", "codec_stream")
 GRAPH_NAMES = LLM_GRAPHS + CODEC_GRAPHS
+HOST_GRAPHS = ("extend",)  # for ONNX Runtime on a CPU (runtime/shared_sessions.py); never compiled
+DEVICE_GRAPHS = tuple(name for name in GRAPH_NAMES if name not in HOST_GRAPHS)
 
 BLOCK_FRAMES = 8  # codec_decode attends block by block; measured in docs/codec.md
 NO_FRAME = -(2**20)  # the position of a frame that no query sees: farther back than every window
@@ -27,6 +29,7 @@ def graph_specs(model: ModelConfig, codec: CodecConfig) -> dict[str, GraphSpec]:
         step_spec(model),
         frame_spec(model),
         step_frame_spec(model),
+        extend_spec(model),
         codec_encode_spec(codec),
         codec_decode_spec(codec),
         codec_stream_spec(codec),
@@ -35,7 +38,8 @@ def graph_specs(model: ModelConfig, codec: CodecConfig) -> dict[str, GraphSpec]:
 
 
 def prefill_spec(model: ModelConfig) -> GraphSpec:
-    """Read the prompt: rows after `last` are padding, which causality keeps away from the rows before."""
+    """Read the prompt. `last` is the position of its last row: rows behind it are padding, which causality keeps away
+    from the rows before."""
     cache = (model.num_heads, "T", model.head_size)
     return GraphSpec(
         "prefill",
@@ -74,6 +78,20 @@ def step_frame_spec(model: ModelConfig) -> GraphSpec:
     )
 
 
+def extend_spec(model: ModelConfig) -> GraphSpec:
+    """Read T rows against the cache: `prefill` when nothing is visible in the cache, `step` when T is 1."""
+    return GraphSpec(
+        "extend",
+        (
+            TensorSpec("rows", "int32", ("B", "T", 1 + model.n_vq)),
+            TensorSpec("positions", "int32", ("B", "T")),
+            TensorSpec("last", "int32", ("B",)),
+            *_cache_inputs(model),
+        ),
+        (_hidden(model), *_new_rows(model, "T")),
+    )
+
+
 def _hidden(model: ModelConfig) -> TensorSpec:
     return TensorSpec("hidden", "float32", ("B", model.hidden_size))
 
@@ -82,6 +100,12 @@ def _step_inputs(model: ModelConfig) -> tuple[TensorSpec, ...]:
     return (
         TensorSpec("row", "int32", ("B", 1, 1 + model.n_vq)),
         TensorSpec("position", "int32", ("B",)),
+        *_cache_inputs(model),
+    )
+
+
+def _cache_inputs(model: ModelConfig) -> tuple[TensorSpec, ...]:
+    return (
         TensorSpec("cache_mask", "float32", ("B", 1, 1, "C")),
         *(
             TensorSpec(f"past_{kind}_{layer}", "float32", ("B", model.num_heads, "C", model.head_size))
@@ -91,9 +115,9 @@ def _step_inputs(model: ModelConfig) -> tuple[TensorSpec, ...]:
     )
 
 
-def _new_rows(model: ModelConfig) -> tuple[TensorSpec, ...]:
+def _new_rows(model: ModelConfig, rows: int | str = 1) -> tuple[TensorSpec, ...]:
     return tuple(
-        TensorSpec(f"new_{kind}_{layer}", "float32", ("B", model.num_heads, 1, model.head_size))
+        TensorSpec(f"new_{kind}_{layer}", "float32", ("B", model.num_heads, rows, model.head_size))
         for layer in range(model.num_layers)
         for kind in ("key", "value")
     )

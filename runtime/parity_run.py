@@ -21,9 +21,10 @@ from runtime.parity_faults import Engine
 from runtime.parity_record import JSON_NAME, TRACES, Plan, Recording, load, record
 from runtime.synthesizer import open_synthesizer
 
-SIDE_HELP = "ort, torch, torch@npu:0, om, om@1, simulated, cann@0, or a directory with a recording."
+SIDE_HELP = "ort, ort-shared, torch, torch@npu:0, om, om@1, simulated, cann@0, or a directory with a recording."
 _BACKENDS = {
-    "ort": BackendOptions(name="ort"),
+    "ort": BackendOptions(name="ort", device_graphs=True),  # the graphs that ATC compiles
+    "ort-shared": BackendOptions(name="ort"),  # as say runs: extend and frame
     "torch": BackendOptions(name="torch"),
     "om": BackendOptions(name="om"),
     "simulated": BackendOptions(name="om", simulate=True),

@@ -23,7 +23,7 @@ from runtime.backends.select import BackendOptions, open_backend
 from runtime.compare import Tolerance, compare_tensors
 from runtime.errors import BackendError, BackendUnavailableError, MossError, ParityError
 from runtime.frame_model import Frame, FrameModel, HostFrameModel
-from runtime.graphs import GRAPH_NAMES
+from runtime.graphs import DEVICE_GRAPHS
 from runtime.manifest import Manifest
 from runtime.om_frame_model import OmFrameModel, open_om_frame_model
 from runtime.sampling import MASKED, SamplingParams, draw_uniforms
@@ -206,7 +206,7 @@ class _Bench:
         figures: dict[str, Any] = {}
         releases = Releases()
         try:
-            for name in GRAPH_NAMES:
+            for name in DEVICE_GRAPHS:
                 if not any(build.graph == name for build in self.manifest.builds):
                     continue
                 for spec, path in backend.compiled(name):
@@ -234,7 +234,7 @@ class _Bench:
 
     def interface(self) -> Answer:
         backend, names = self._open(), []
-        for name in GRAPH_NAMES:
+        for name in DEVICE_GRAPHS:
             if any(build.graph == name for build in self.manifest.builds):
                 for spec, path in backend.compiled(name):
                     backend.open(spec, path).close()  # SpecMismatchError says what differs
@@ -248,7 +248,7 @@ class _Bench:
         backend, reference = self._open(), self._reference()
         differences: dict[str, dict[str, float]] = {}
         failed = []
-        for name in GRAPH_NAMES:
+        for name in DEVICE_GRAPHS:
             if not any(build.graph == name for build in self.manifest.builds):
                 continue
             graph = self.manifest.graph(name)
@@ -274,7 +274,7 @@ class _Bench:
 
     def repeat(self) -> Answer:
         backend, files = self._open(), 0
-        for name in GRAPH_NAMES:
+        for name in DEVICE_GRAPHS:
             if any(build.graph == name for build in self.manifest.builds):
                 for spec, path in backend.compiled(name):
                     feeds = plausible_feeds(spec)

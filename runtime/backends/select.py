@@ -26,6 +26,7 @@ class BackendOptions:
     provider: str = "cpu"  # of ort
     simulate: bool = False  # om on the simulator
     split: bool = False  # step and frame apart instead of step_frame
+    device_graphs: bool = False  # ort: prefill and step_frame as ATC compiles them, not extend (backends/shared.py)
     precision: str | None = None  # which om builds, when there are several
 
 
@@ -66,6 +67,8 @@ def _refuse_contradictions(asked: BackendOptions) -> None:
         raise BackendUnavailableError(f"--simulate stands in for an NPU: it needs --backend om, not {asked.name}")
     if asked.provider == "cann" and asked.name != "ort":
         raise BackendUnavailableError(f"--provider cann belongs to --backend ort, not {asked.name}")
+    if asked.device_graphs and (asked.name not in ("ort", "auto") or asked.provider == "cann"):
+        raise BackendUnavailableError("--device-graphs belongs to --backend ort on the CPU: the others have no choice")
     if asked.precision is not None and asked.name not in ("om", "auto"):
         raise BackendUnavailableError(
             f"--precision chooses between .om builds: it needs --backend om, not {asked.name}"
@@ -102,8 +105,12 @@ def _open(manifest: Manifest, options: BackendOptions, report: Report) -> Backen
             f"--backend ort runs on the CPU, not on {options.device}; for an NPU: --backend om, or --provider cann"
         )
     from runtime.backends.ort import OrtBackend
+    from runtime.backends.shared import SharedBackend
 
-    return OrtBackend(options.threads)
+    backend = OrtBackend(options.threads)
+    if options.split or options.device_graphs or any(name not in manifest.graphs for name in ("extend", "frame")):
+        return backend
+    return SharedBackend(backend, manifest)
 
 
 def _open_torch(manifest: Manifest, options: BackendOptions, report: Report) -> Backend:

@@ -22,6 +22,8 @@ _OPTIONS = (
     click.option("--provider", default="cpu", show_default=True, type=click.Choice(PROVIDERS), help="Of ort."),
     click.option("--simulate", is_flag=True, help="om on the pyACL simulator: runs what the fake atc compiled."),
     click.option("--split-step", is_flag=True, help="Two launches per frame, step and frame, instead of step_frame."),
+    click.option("--device-graphs", is_flag=True, help="ort: run the graphs that ATC compiles, with a copy of the "
+                 "weights each, instead of extend and frame."),
     click.option("--precision", help="om: which builds, when several are there (origin, fp16, …)."),
     click.option("--threads", type=click.IntRange(1), help="Threads of the CPU backends."),
 )
@@ -39,6 +41,7 @@ def backend_options(command: Command) -> Command:
             provider=values.pop("provider"),
             simulate=values.pop("simulate"),
             split=values.pop("split_step"),
+            device_graphs=values.pop("device_graphs"),
             precision=values.pop("precision"),
         )
         return command(*args, backend=backend, **values)

@@ -1,4 +1,4 @@
-"""The global transformer over rows: `prefill` reads the prompt, `step` reads one more row against the cache.
+"""The global transformer over rows: `prefill` reads the prompt, `step` one more row against the cache, `extend` both.
 
 A row is [text_id, code_0 … code_{Q-1}]; its embedding is wte[text_id] + sum of the code embeddings, a padded code
 contributing nothing (MODEL.md section 3).
@@ -6,12 +6,14 @@ contributing nothing (MODEL.md section 3).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from runtime.config import ModelConfig
-from runtime.modules.layers import Block, LayerNorm, attend, attend_split, merge_heads
+from runtime.modules.layers import Block, LayerNorm, attend, attend_behind, attend_split, merge_heads
 from runtime.modules.scope import label, scope
 from runtime.sampling import MASKED
 
@@ -44,10 +46,18 @@ class GlobalTransformer(nn.Module):
             return text + functional.embedding(index, self.audio_table).sum(2)
 
     @scope("global")
-    def read_prompt(self, rows: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """All rows at once; return hidden [B, E] of row `last` and key, value [B, H, T, D] of every layer.
+    def read_rows(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        last: Tensor,
+        cache_mask: Tensor | None = None,
+        past: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """All rows at once; return hidden [B, E] of the row at position `last`, and key, value [B, H, T, D] per layer.
 
-        The last block needs keys and values of all rows, but everything after them of one row only.
+        With a cache (past key, value [B, H, C, D] per layer) the rows stand behind what it holds. The last block needs
+        keys and values of all rows, but everything after them of one row only.
         """
         x = self.embed(rows)
         with scope("masks"):
@@ -57,12 +67,12 @@ class GlobalTransformer(nn.Module):
             is_last = (positions == last.unsqueeze(1)).to(torch.float32)
             pick = is_last.unsqueeze(1)  # [B, 1, T]: a product with it picks the last row, exactly
             pick_head = pick.unsqueeze(1)
-        cache: list[Tensor] = []
+        new: list[Tensor] = []
         for i, block in enumerate(self.layers):
             assert isinstance(block, Block)
             with scope(f"layer_{i:02d}"):
                 q, k, v = block.attention.project(block.ln_1(x), cos, sin)
-                cache += [k, v]
+                new += [k, v]
                 if i == len(self.layers) - 1:
                     with scope("last_row"):
                         x, q, layer_mask = (
@@ -72,8 +82,12 @@ class GlobalTransformer(nn.Module):
                         )
                 else:
                     layer_mask = mask
-                x = block.finish(x, merge_heads(attend(q, k, v, layer_mask)))
-        return self.ln_f(x.squeeze(1)), cache
+                if cache_mask is None:
+                    context = attend(q, k, v, layer_mask)
+                else:
+                    context = attend_behind(q, past[2 * i], past[2 * i + 1], k, v, cache_mask, layer_mask)
+                x = block.finish(x, merge_heads(context))
+        return self.ln_f(x.squeeze(1)), new
 
     @scope("global")
     def read_row(

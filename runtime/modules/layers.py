@@ -120,6 +120,22 @@ def attend_split(q: Tensor, past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor
     return label(torch.matmul(weights[..., 1:], past_v) + new_part, "context")
 
 
+@scope("attention")
+def attend_behind(
+    q: Tensor, past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, past_mask: Tensor, mask: Tensor
+) -> Tensor:
+    """As attend_split for T new rows: q, k, v [B, H, T, D]; mask [B, 1, T, T] is causality among them.
+
+    The softmax is written out over its two parts: taking joined weights apart again would need T as a value.
+    """
+    past_scores = label(torch.matmul(q, past_k.transpose(2, 3)), "past_scores") + past_mask
+    scores = label(torch.matmul(q, k.transpose(2, 3)), "scores") + mask
+    largest = torch.maximum(past_scores.amax(-1, keepdim=True), scores.amax(-1, keepdim=True))
+    past_weights, weights = torch.exp(past_scores - largest), torch.exp(scores - largest)
+    total = past_weights.sum(-1, keepdim=True) + weights.sum(-1, keepdim=True)
+    return label(torch.matmul(past_weights / total, past_v) + torch.matmul(weights / total, v), "context")
+
+
 class Block(nn.Module):
     """One transformer block; `finish` is everything after attention."""
 

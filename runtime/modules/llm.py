@@ -22,8 +22,22 @@ class Prefill(nn.Module):
         self.global_ = GlobalTransformer(config, max_positions)
 
     def forward(self, rows: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-        hidden, cache = self.global_.read_prompt(rows, positions, last)
-        return (hidden, *cache)
+        hidden, new = self.global_.read_rows(rows, positions, last)
+        return (hidden, *new)
+
+
+class Extend(nn.Module):
+    """rows, positions, last, cache_mask, past_key_0, … -> hidden, new_key_0, …"""
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__()
+        self.global_ = GlobalTransformer(config, max_positions)
+
+    def forward(
+        self, rows: Tensor, positions: Tensor, last: Tensor, cache_mask: Tensor, *past: Tensor
+    ) -> tuple[Tensor, ...]:
+        hidden, new = self.global_.read_rows(rows, positions, last, cache_mask, past)
+        return (hidden, *new)
 
 
 class Step(nn.Module):
@@ -97,6 +111,7 @@ def build_llm_module(name: str, config: ModelConfig, state: Mapping[str, Tensor]
     builders: dict[str, Callable[[], nn.Module]] = {
         "prefill": lambda: Prefill(config, max_positions),
         "step": lambda: Step(config, max_positions),
+        "extend": lambda: Extend(config, max_positions),
         "frame": lambda: Frame(config, untied),
         "step_frame": lambda: StepFrame(config, max_positions, untied),
     }

@@ -97,6 +97,15 @@ def test_a_graph_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         plan(make_artifacts(tmp_path), graphs=["frame"])
 
 
+def test_the_graph_for_cpus_is_never_compiled(tiny_artifacts: Path) -> None:
+    manifest = Manifest.load(tiny_artifacts)
+    assert "extend" in manifest.graphs
+    planned = plan_atc(manifest, TARGET, Buckets(capacity=64, prefill=(8,)))
+    assert {job.graph for job in planned.jobs} == set(manifest.graphs) - {"extend"}
+    with pytest.raises(AtcError, match="no graph named extend; expected some of prefill"):
+        plan_atc(manifest, TARGET, Buckets(capacity=64, prefill=(8,)), graphs=["extend"])
+
+
 def test_the_recipe_ignores_where_files_are_but_not_what_they_say(tmp_path: Path) -> None:
     spec = SPECS[0].bind(B=1, T=8)
     here = atc_command(spec, tmp_path / "a.onnx", tmp_path / "a", TARGET, [])

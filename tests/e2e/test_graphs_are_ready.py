@@ -16,7 +16,7 @@ from op_patches.targets import Engine, Target
 from runtime.backends.ort import OrtBackend
 from runtime.frame_model import HostFrameModel
 from runtime.generate import generate
-from runtime.graphs import GRAPH_NAMES, derived_axes
+from runtime.graphs import DEVICE_GRAPHS, derived_axes
 from runtime.manifest import Manifest
 from runtime.sampling import SamplingParams
 
@@ -56,7 +56,7 @@ def bound_shapes(manifest, name, num_frames=8):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", GRAPH_NAMES)
+@pytest.mark.parametrize("name", DEVICE_GRAPHS)
 def test_a_patched_graph_is_ready_and_its_counts_follow_from_the_architecture(manifest, name, target):
     target = Target.parse(key := target)
     model = onnx.load(manifest.path(manifest.graph(name).file), load_external_data=False)

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.parametrize("golden_llm", ["a"], indirect=True)
         (BackendOptions(name="ort", simulate=True), "--simulate .* needs --backend om, not ort"),
         (BackendOptions(name="torch", provider="cann"), "--provider cann belongs to --backend ort"),
         (BackendOptions(name="ort", provider="cuda"), "no provider cuda; providers: cpu, cann"),
+        (BackendOptions(name="torch", device_graphs=True), "--device-graphs belongs to --backend ort on the CPU"),
         (BackendOptions(name="ort", precision="fp16"), "--precision chooses between .om builds"),
         (BackendOptions(name="ort", device="npu:0"), "--backend ort runs on the CPU, not on npu:0"),
         (BackendOptions(name="torch", device="cuda:0"), "runs on cpu or npu:N, not on cuda:0"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.backends.ort import OrtBackend
+from runtime.backends.shared import SharedBackend
 from runtime.backends.torch import TorchBackend
 from runtime.frame_model import HostFrameModel
 from runtime.generate import generate
@@ -17,9 +18,12 @@ from runtime.sampling import SamplingParams
 ATOL = 2e-5
 
 
-@pytest.fixture(params=["ort", "torch"])
+@pytest.fixture(params=["ort", "ort shared", "torch"])
 def backend(request, golden_llm):
-    return OrtBackend(threads=1) if request.param == "ort" else TorchBackend(golden_llm.manifest)
+    if request.param == "torch":
+        return TorchBackend(golden_llm.manifest)
+    ort = OrtBackend(threads=1)
+    return SharedBackend(ort, golden_llm.manifest) if request.param == "ort shared" else ort
 
 
 @pytest.fixture(params=["fused", "two calls"])
