@@ -26,6 +26,7 @@ from runtime.assembly import open_frame_model, open_sessions
 from runtime.backends.base import Backend
 from runtime.backends.om import OmBackend
 from runtime.backends.select import BackendOptions, open_backend
+from runtime.backends.shared import SharedBackend
 from runtime.bench_bytes import BANDWIDTH_BYTES, GraphBytes, graph_bytes, read_bandwidth
 from runtime.bench_memory import peak_rss_bytes
 from runtime.bench_sessions import Calls, TimedBackend, TimedFrameModel, TimedSession
@@ -96,6 +97,7 @@ class Stage:
     median_ms: float
     p95_ms: float
     share: float  # of the wall clock of encode and run
+    limit_ms: float | None = None  # to read the graph's weights once and its cache, at the measured bandwidth
 
     @staticmethod
     def of(name: str, seconds: list[float], wall: float) -> Stage:
@@ -184,7 +186,8 @@ def measure(
     calls = Calls()
     start = time.perf_counter()
     backend = open_backend(options.name, manifest, options=options, report=report)
-    codec, model = _open(manifest, backend, not options.split, calls)
+    fused = not options.split and not isinstance(backend, SharedBackend)  # which runs extend and frame either way
+    codec, model = _open(manifest, backend, fused, calls)
     load_seconds = time.perf_counter() - start
     try:
         rows = prompt_rows(manifest.model, protocol)
@@ -204,12 +207,12 @@ def measure(
             report(f"run {number + 1}: {protocol.frames / runs[-1].frames:.2f} frames/s")
         peak = peak_rss_bytes()
         stages = _stages(calls, host, sum(r.wall for r in runs) + encode_wall)
-        curve = () if isinstance(backend, OmBackend) else _cache_curve(manifest, backend, protocol, not options.split)
+        curve = () if isinstance(backend, OmBackend) else _cache_curve(manifest, backend, protocol, fused)
     finally:
         model.close()
         codec.close()
-    return _result(manifest, options, protocol, model.backend_name, runs, stages, curve, (load_seconds, warmup_seconds),
-                   peak, load_before, bandwidth_bytes)  # fmt: skip
+    return _result(manifest, options, fused, protocol, model.backend_name, runs, stages, curve,
+                   (load_seconds, warmup_seconds), peak, load_before, bandwidth_bytes)  # fmt: skip
 
 
 def prompt_rows(model: ModelConfig, protocol: BenchProtocol) -> Ints:
@@ -325,6 +328,7 @@ def _step_feeds(manifest: Manifest, name: str, rows: int, protocol: BenchProtoco
 def _result(
     manifest: Manifest,
     options: BackendOptions,
+    fused: bool,
     protocol: BenchProtocol,
     backend_name: str,
     runs: list[_Run],
@@ -335,12 +339,12 @@ def _result(
     load_before: float,
     bandwidth_bytes: int,
 ) -> BenchResult:
-    fused = not options.split
     names = ("prefill", "step_frame", "codec_stream") if fused else ("prefill", "step", "frame", "codec_stream")
     middle = protocol.prompt_rows + protocol.frames // 2
     found = tuple(b for b in (graph_bytes(manifest, name, middle, protocol.prompt_rows) for name in names) if b)
     threads = options.threads or os.cpu_count() or 1
     bandwidth = read_bandwidth(threads, bandwidth_bytes)
+    limits = {b.graph: 1e3 * (b.weights_distinct + b.cache) / bandwidth for b in found}
     per_frame = sum(b.weights_distinct + b.cache for b in found if b.graph in ("step", "frame", "step_frame"))
     frames_per_second = float(np.median([protocol.frames / r.frames for r in runs]))
     roofline = bandwidth / per_frame if per_frame and options.name != "om" else None
@@ -359,7 +363,7 @@ def _result(
         threads_working=sum(r.cpu for r in runs) / sum(r.wall for r in runs),
         load_seconds=seconds[0],
         warmup_seconds=seconds[1],
-        stages=stages,
+        stages=tuple(dataclasses.replace(s, limit_ms=limits.get(s.name)) for s in stages),
         frames_per_second=frames_per_second,
         cpu_ms_per_frame=1e3 * float(np.median([r.cpu for r in runs])) / protocol.frames,
         rtf=float(np.median([r.wall for r in runs])) / audio,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.bench import BenchResult, CachePoint
+from runtime.bench import BenchResult, CachePoint, Stage
 from runtime.manifest import MADE_UP_NOTICE
 from runtime.page import page, paragraph, section, table, verdict
 
@@ -14,8 +14,12 @@ BUSY = 0.5  # load average per core above which wall clock figures say little
 def as_text(r: BenchResult) -> str:
     """The figures, and what limits them."""
     lines = [_what(r), ""]
-    lines.append(f"{'stage':<16}{'calls':>7}{'median ms':>12}{'p95 ms':>10}{'share':>8}")
-    lines += [f"{s.name:<16}{s.calls:>7}{s.median_ms:>12.2f}{s.p95_ms:>10.2f}{s.share:>8.1%}" for s in r.stages]
+    lines.append(f"{'stage':<16}{'calls':>7}{'median ms':>12}{'p95 ms':>10}{'share':>8}{'limit ms':>10}{'reached':>9}")
+    lines += [
+        f"{s.name:<16}{s.calls:>7}{s.median_ms:>12.2f}{s.p95_ms:>10.2f}{s.share:>8.1%}{limit:>10}{reached:>9}"
+        for s in r.stages
+        for limit, reached in [_limit(s)]
+    ]
     lines += ["", *(f"{name:<30}{value}" for name, value in figures(r)), ""]
     lines += [f"note: {note}" for note in notes(r)]
     return "\n".join(lines).rstrip()
@@ -23,21 +27,19 @@ def as_text(r: BenchResult) -> str:
 
 def as_html(r: BenchResult) -> str:
     """The same as a page, with the plot of the step time against the cache length."""
-    stages = [(s.name, s.calls, s.median_ms, s.p95_ms, f"{s.share:.1%}") for s in r.stages]
+    stages = [(s.name, s.calls, s.median_ms, s.p95_ms, f"{s.share:.1%}", *_limit(s)) for s in r.stages]
     reads = [
-        (b.graph, b.weights_distinct / 1e6, b.weights_read / 1e6, b.cache / 1e6,
-         1e3 * (b.weights_distinct + b.cache) / r.bandwidth_bytes_per_second)
-        for b in r.graph_bytes
-    ]  # fmt: skip
+        (b.graph, b.weights_distinct / 1e6, b.weights_read / 1e6, b.cache / 1e6) for b in r.graph_bytes
+    ]
     parts = [
         verdict("good" if r.rtf < 1 else "warn", f"{r.frames_per_second:.2f} frames/s, RTF {r.rtf:.3f}: {_what(r)}"),
         *(paragraph(note) for note in notes(r)),
         section("Figures", table(("figure", "value"), figures(r))),
-        section("Stages", table(("stage", "calls", "median ms", "p95 ms", "share"), stages)),
+        section("Stages", table(("stage", "calls", "median ms", "p95 ms", "share", "limit ms", "reached"), stages,
+                                  "limit: weights once and cache, at the measured bandwidth; arithmetic may be more")),
         section(
             "Bytes read per call",
-            table(("graph", "weights, each once MB", "weights, each use MB", "cache MB", "limit ms"), reads,
-                  "limit: weights once and cache, at the measured bandwidth"),
+            table(("graph", "weights, each once MB", "weights, each use MB", "cache MB"), reads),
         ),
     ]  # fmt: skip
     if r.cache_curve:
@@ -69,6 +71,13 @@ def figures(r: BenchResult) -> list[tuple[str, str]]:
         slope = 1e3 * (last.milliseconds - first.milliseconds) / (last.rows - first.rows)
         rows.append(("step time per cache row", f"{slope:.2f} us ({first.rows} to {last.rows} rows)"))
     return rows
+
+
+def _limit(stage: Stage) -> tuple[str, str]:
+    """The limit of a stage, and how much of it was reached."""
+    if stage.limit_ms is None:
+        return "–", "–"
+    return f"{stage.limit_ms:.2f}", f"{stage.limit_ms / stage.median_ms:.0%}"
 
 
 def notes(r: BenchResult) -> list[str]:

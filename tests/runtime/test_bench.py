@@ -42,8 +42,8 @@ def test_every_stage_is_called_as_often_as_the_protocol_says(result):
     assert calls == {
         "codec_encode": 2,  # 6 frames fit one call
         "prefill": 2,
-        "frame": 2,
-        "step_frame": 2 * 11,
+        "frame": 2 * 12,
+        "step": 2 * 11,
         "codec_stream": 2 * (1 + 3),  # one frame, then 4 + 4 + 3
         "host per frame": 2,
     }
@@ -59,15 +59,15 @@ def test_the_frame_count_is_forced_where_the_model_would_have_ended(manifest):
     """Made-up checkpoints end by themselves after 20 to 80 frames; the bench goes on."""
     protocol = dataclasses.replace(PROTOCOL, frames=90, repeat=1, cache_lengths=(), greedy=True)
     result = measured(manifest, protocol)
-    assert next(s.calls for s in result.stages if s.name == "step_frame") == 89
+    assert next(s.calls for s in result.stages if s.name == "step") == 89
 
 
 def test_other_ways_to_run_generate_the_same_codes(manifest, result):
     protocol = dataclasses.replace(PROTOCOL, cache_lengths=())
-    for options in ({"name": "torch"}, {"split": True}):
+    for options in ({"name": "torch"}, {"split": True}, {"device_graphs": True}):
         other = measured(manifest, protocol, **options)
         assert other.codes == result.codes and other.fixture == result.fixture
-    assert {s.name for s in other.stages} >= {"step", "frame"}
+    assert "step_frame" in {s.name for s in other.stages}
     assert measured(manifest, dataclasses.replace(protocol, seed=1, repeat=1, frames=2)).codes != result.codes
 
 
@@ -86,8 +86,10 @@ def test_the_bytes_of_a_step_are_its_layers_and_the_rows_that_it_looks_up(manife
 
 
 def test_the_roofline_follows_from_bytes_and_bandwidth(result):
-    step = next(b for b in result.graph_bytes if b.graph == "step_frame")
-    limit = result.bandwidth_bytes_per_second / (step.weights_distinct + step.cache)
+    per_frame = [b.weights_distinct + b.cache for b in result.graph_bytes if b.graph in ("step", "frame")]
+    limit = result.bandwidth_bytes_per_second / sum(per_frame)
+    stages = {s.name: s.limit_ms for s in result.stages}
+    assert stages["step"] + stages["frame"] == pytest.approx(1e3 / limit) and stages["host per frame"] is None
     assert result.roofline_frames_per_second == pytest.approx(limit)
     assert result.roofline_share == pytest.approx(result.frames_per_second / limit)
     assert read_bandwidth(2, 1 << 22) > 1e8
@@ -113,7 +115,7 @@ def test_prompt_rows_are_valid_and_come_from_the_seed(manifest):
 
 def test_reports_show_stages_notes_and_the_plot(result):
     text, html = as_text(result), as_html(result)
-    for word in ("step_frame", "made-up weights", "roofline", "peak RSS"):
+    for word in ("step", "limit ms", "made-up weights", "roofline", "peak RSS"):
         assert word in text and word in html
     assert html.count("<circle") == 2 and "<script" not in html and "http" not in html.split("</head>")[1]
 
