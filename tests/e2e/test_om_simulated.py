@@ -220,3 +220,14 @@ def test_inspect_of_what_is_no_graph_is_one_clear_line(tmp_path: Path, content: 
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_bench_runs_compiled_graphs_and_says_that_they_were_simulated(artifacts: Path, tmp_path: Path) -> None:
+    protocol = tmp_path / "protocol.json"
+    protocol.write_text('{"prompt_rows": 40, "frames": 12, "repeat": 2, "encode_seconds": 0.5}')
+    result = run_om("bench", artifacts, "--backend=om", "--simulate", "--protocol", protocol, "--json")
+    found = json.loads(result.stdout)
+    assert "simulated" in found["backend"] and "nothing here is a device result" in result.stderr
+    stages = {stage["name"]: stage["calls"] for stage in found["stages"]}
+    assert (stages["prefill"], stages["frame"], stages["step_frame"]) == (2, 2, 2 * 11)
+    assert found["roofline_frames_per_second"] is None and found["cache_curve"] == []
