@@ -154,6 +154,7 @@ def first_refusal(path: Path, target: Target, shapes: Shapes) -> str | None:
 
 def chosen_graphs(manifest: Manifest, graphs: Iterable[str]) -> list[str]:
     """The graphs to compile, in the order of the table; AtcError for a name that is no graph."""
+    manifest.require_float32("ATC")
     wanted = list(graphs)
     unknown = [name for name in wanted if name in HOST_GRAPHS or name not in (*DEVICE_GRAPHS, *manifest.graphs)]
     if unknown:

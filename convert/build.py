@@ -137,6 +137,7 @@ def _export_reasons(request: BuildRequest) -> Iterator[str]:
     except ManifestError as error:
         yield str(error)
         return
+    manifest.require_float32("ATC")
     for role, source in (("model", request.model), ("codec", request.codec)):
         directory = resolve_source(source)
         files = {directory / file: sha256 for file, sha256 in manifest.source[role]["files"].items()}

@@ -21,13 +21,14 @@ import onnx
 from torch import Tensor, nn
 
 from convert.checkpoint import TOKENIZER_NAME, Checkpoint, open_codec, open_model
+from convert.cpu_weights import Reducer, verify_reduced
 from convert.recorded_inputs import export_versions
 from convert.trace import WeightRef, trace
 from convert.verify import example_axes, verify_graph
 from runtime.config import CodecConfig, ModelConfig
 from runtime.errors import ExportError, ManifestError
 from runtime.graphs import GRAPH_NAMES, LLM_GRAPHS, graph_specs
-from runtime.manifest import MANIFEST_NAME, GraphFile, Manifest, sha256_of, write_atomically
+from runtime.manifest import FLOAT32, MANIFEST_NAME, GraphFile, Manifest, sha256_of, write_atomically
 from runtime.modules.codec import build_codec_module
 from runtime.modules.codec_state import derive_codec_state
 from runtime.modules.llm import build_llm_module
@@ -51,8 +52,14 @@ def export_artifacts(
     only: Iterable[str] = (),
     max_positions: int = MAX_POSITIONS,
     report: Report = lambda line: None,
+    cpu_weights: str | None = None,
 ) -> Manifest:
-    """Export both checkpoints; with `only`, those graphs alone, kept beside the ones that are there."""
+    """Export both checkpoints; with `only`, those graphs alone, kept beside the ones that are there.
+
+    `cpu_weights` int8 or int4 makes artifacts for ONNX Runtime on a CPU alone (convert/cpu_weights.py).
+    """
+    reducer = None if cpu_weights is None else Reducer(cpu_weights)
+    _refuse_other_weights(directory, cpu_weights or FLOAT32)
     names = list(only) or list(GRAPH_NAMES)
     unknown = [n for n in names if n not in GRAPH_NAMES]
     if unknown:
@@ -67,17 +74,17 @@ def export_artifacts(
     state = derive_llm_state(model.config, model.tensors, max_positions)
     state |= derive_codec_state(codec.config, codec.tensors)
     directory.mkdir(parents=True, exist_ok=True)
-    weights = _write_weights(directory, state)
+    weights = _write_weights(directory, state, reducer)
     report(f"{WEIGHTS_NAME}: {(directory / WEIGHTS_NAME).stat().st_size / 1e6:.0f} MB, {len(weights)} tensors")
 
     specs = graph_specs(model.config, codec.config)
-    manifest = _with_records(_manifest(directory, model, codec, weights, max_positions))
+    manifest = _with_records(_manifest(directory, model, codec, weights, max_positions, cpu_weights or FLOAT32))
     kept = _graphs_to_keep(directory, manifest, names)
     graphs: dict[str, GraphFile] = {}
     for name in GRAPH_NAMES:
         if name in names:
             module = build_module(name, model.config, codec.config, state, max_positions)
-            graphs[name] = export_graph(specs[name], module, directory, weights, model.config, codec.config)
+            graphs[name] = export_graph(specs[name], module, directory, weights, model.config, codec.config, reducer)
             worst = max(graphs[name].max_abs_difference.values())
             report(f"{name}: {graphs[name].num_nodes} nodes, torch = ONNX (largest difference {worst:.1e})")
             dataclasses.replace(manifest, graphs=kept | graphs).save()  # an interrupted export keeps what it finished
@@ -86,6 +93,17 @@ def export_artifacts(
     manifest = dataclasses.replace(manifest, graphs=graphs)
     manifest.save()
     return manifest
+
+
+def _refuse_other_weights(directory: Path, cpu_weights: str) -> None:
+    """Weights of another precision are artifacts of their own: neither may overwrite the other."""
+    if not (directory / MANIFEST_NAME).is_file():
+        return
+    there = Manifest.load(directory).cpu_weights
+    if there != cpu_weights:
+        raise ExportError(
+            f"{directory} holds an export with {there} weights, this one has {cpu_weights}; give another directory"
+        )
 
 
 def check_pair(model: ModelConfig, codec: CodecConfig) -> None:
@@ -113,14 +131,16 @@ def export_graph(
     weights: Mapping[str, WeightRecord],
     model: ModelConfig,
     codec: CodecConfig,
+    reducer: Reducer | None = None,
 ) -> GraphFile:
     """Trace, check and verify one graph; move it to its name only when all of it held."""
     axes = example_axes(spec.name, codec)[-1]
     proto, refs = trace(module, spec, {a: axes[a] for a in spec.dynamic_axes()})
-    _point_at_weights(proto, refs, weights)
     check_graph(proto, spec)
-    path = directory / f"{spec.name}.onnx"
-    differences = save_verified(proto, path, lambda scratch: verify_graph(spec, module, scratch, model, codec))
+    reduced = reducer.rewrite(proto, refs) if reducer is not None else refs
+    _point_at_weights(proto, reduced, weights)
+    path, verify = directory / f"{spec.name}.onnx", verify_graph if reduced == refs else verify_reduced
+    differences = save_verified(proto, path, lambda scratch: verify(spec, module, scratch, model, codec))
     return GraphFile(spec, path.name, sha256_of(path), len(proto.graph.node), differences)
 
 
@@ -175,12 +195,15 @@ def _point_at_weights(
             tensor.external_data.add(key=key, value=str(value))
 
 
-def _write_weights(directory: Path, state: Mapping[str, Tensor]) -> dict[str, WeightRecord]:
+def _write_weights(
+    directory: Path, state: dict[str, Tensor], reducer: Reducer | None = None
+) -> dict[str, WeightRecord]:
+    stored = reducer.stored(state) if reducer is not None else ((name, t.numpy()) for name, t in sorted(state.items()))
     handle, scratch_name = tempfile.mkstemp(dir=directory, prefix=f".{WEIGHTS_NAME}.")
     scratch = Path(scratch_name)
     try:
         with os.fdopen(handle, "wb") as file:
-            index = write_weights(file, ((name, t.numpy()) for name, t in sorted(state.items())))
+            index = write_weights(file, stored)
         scratch.chmod(0o644)
         scratch.replace(directory / WEIGHTS_NAME)
     finally:
@@ -194,6 +217,7 @@ def _manifest(
     codec: Checkpoint[CodecConfig],
     weights: dict[str, WeightRecord],
     max_positions: int,
+    cpu_weights: str,
 ) -> Manifest:
     data_files = {WEIGHTS_NAME: sha256_of(directory / WEIGHTS_NAME)}
     tokenizer = model.directory / TOKENIZER_NAME
@@ -216,6 +240,7 @@ def _manifest(
         data_files=data_files,
         weights=weights,
         versions=export_versions(),
+        cpu_weights=cpu_weights,
     )
 
 

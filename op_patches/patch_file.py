@@ -20,6 +20,7 @@ from onnx.external_data_helper import ExternalDataInfo, load_external_data_for_t
 
 from op_patches.graph_view import all_graphs, is_external
 from op_patches.pipeline import Options, apply_lowerings
+from op_patches.readiness.loader import refuse_cpu_weights
 from op_patches.report import LoweringReport
 from op_patches.targets import Target
 from runtime.errors import PatchError
@@ -38,6 +39,7 @@ def patch_file(
 ) -> LoweringReport:
     """Apply the lowerings to `source`, write `out` and the data files it needs, and return the report."""
     model = _read(source)
+    refuse_cpu_weights(model, source)
     for tensor in _external(model):
         _check_data(tensor, source)
         if _num_bytes(tensor, source) <= STRUCTURE_BYTES:

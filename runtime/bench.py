@@ -354,7 +354,7 @@ def _result(
         artifacts=manifest.name,
         fixture=fixture_hash(manifest),
         made_up=manifest.made_up,
-        weights=str(manifest.versions.get("cpu_weights", "float32")),
+        weights=manifest.cpu_weights,
         backend=backend_name,
         fused=fused,
         protocol=protocol,

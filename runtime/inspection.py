@@ -79,13 +79,14 @@ class ArtifactsReport:
     directory: str
     name: str
     notice: str | None
+    cpu_weights: str
     limits: dict[str, int]
     files: tuple[FileReport, ...]
 
     def lines(self) -> list[str]:
         """For a person to read."""
         limits = ", ".join(f"{name} {value}" for name, value in self.limits.items())
-        lines = [f"{self.directory}: {self.name} ({limits})"]
+        lines = [f"{self.directory}: {self.name} ({limits}, weights {self.cpu_weights})"]
         if self.notice:
             lines.append(f"note: {self.notice}")
         for report in self.files:
@@ -110,7 +111,9 @@ def _inspect_artifacts(manifest: Manifest, target: str | None) -> ArtifactsRepor
     if missing:
         raise ManifestError(f"{manifest.directory}: the manifest lists {', '.join(missing)}, missing; export again")
     files = tuple(_inspect_file(manifest.path(file), manifest, target) for file in dict.fromkeys(listed))
-    return ArtifactsReport(str(manifest.directory), manifest.name, manifest.notice, dict(manifest.limits), files)
+    return ArtifactsReport(
+        str(manifest.directory), manifest.name, manifest.notice, manifest.cpu_weights, dict(manifest.limits), files
+    )
 
 
 def _manifest_beside(path: Path) -> Manifest | None:

@@ -22,6 +22,8 @@ from runtime.weights import WeightRecord
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
+FLOAT32 = "float32"
+CPU_WEIGHTS = ("int8", "int4")  # what the weights of an export for ONNX Runtime on a CPU may be instead
 MADE_UP_NOTICE = "made-up weights: the sound is noise with speech-like timing, not a voice"
 
 
@@ -110,11 +112,20 @@ class Manifest:
     versions: dict[str, str]
     patched: tuple[PatchedGraph, ...] = ()
     builds: tuple[OmBuild, ...] = ()  # one record per .om, written by the ATC step
+    cpu_weights: str = FLOAT32  # int8, int4: for ONNX Runtime on a CPU alone (convert/cpu_weights.py)
 
     @property
     def notice(self) -> str | None:
         """The sentence that must stand beside every result of made-up weights."""
         return MADE_UP_NOTICE if self.made_up else None
+
+    def require_float32(self, reader: str) -> None:
+        """Refuse reduced weights for everything but ONNX Runtime on a CPU, whose own operators read them."""
+        if self.cpu_weights != FLOAT32:
+            raise ManifestError(
+                f"{self.directory} has {self.cpu_weights} weights, which only operators of ONNX Runtime on a CPU read; "
+                f"{reader} needs float32: convert-moss export … without --cpu-weights"
+            )
 
     def graph(self, name: str) -> GraphFile:
         """The record of one graph; ManifestError names what is there instead."""
@@ -223,6 +234,7 @@ class Manifest:
                 versions=data["versions"],
                 patched=tuple(PatchedGraph(**patched) for patched in data["patched"]),
                 builds=tuple(OmBuild.from_dict(build) for build in data["builds"]),
+                cpu_weights=data.get("cpu_weights", FLOAT32),  # manifests before 2026-12 have no such field
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{path} is damaged ({type(error).__name__}: {error}); export again") from error

@@ -18,5 +18,7 @@ def bench_plan(artifacts: Path, target: str, as_json: bool) -> None:
     from op_patches.targets import Target
     from runtime.manifest import Manifest
 
-    plan = plan_speed(Manifest.load(artifacts), Target.parse(target))
+    manifest = Manifest.load(artifacts)
+    manifest.require_float32("a device")
+    plan = plan_speed(manifest, Target.parse(target))
     click.echo(json.dumps(plan.to_dict(), indent=1) if as_json else as_text(plan))

@@ -22,6 +22,7 @@ from op_patches.graph_view import LARGE_BYTES
 from runtime.errors import ReadinessError
 
 LIMIT = LARGE_BYTES  # above this a tensor is weight, not structure
+CPU_WEIGHT_OPS = {"MatMulNBits", "GatherBlockQuantized"}  # convert/cpu_weights.py
 INLINE = "moss-inline"  # marks a header whose data lies in the .onnx file itself
 
 _CHILDREN: dict[str, dict[int, str]] = {
@@ -58,9 +59,20 @@ def load_structure(path: Path) -> ModelProto:
         raise ReadinessError(f"{path}: not an ONNX file, or cut off ({error or 'unexpected end'})") from error
     if not model.HasField("graph") and not model.opset_import:
         raise ReadinessError(f"{path}: not an ONNX file (neither a graph nor an opset_import)")
+    refuse_cpu_weights(model, path)
     for tensor in model.graph.initializer:
         _read_small_external(tensor, path)
     return model
+
+
+def refuse_cpu_weights(model: ModelProto, path: Path) -> None:
+    """Refuse a graph of convert-moss export --cpu-weights in one sentence instead of a finding per node."""
+    found = {node.op_type for node in model.graph.node} & CPU_WEIGHT_OPS
+    if found:
+        raise ReadinessError(
+            f"{path}: its weights are read by {', '.join(sorted(found))}, operators of ONNX Runtime that CANN lacks; "
+            "ATC needs a float32 export: convert-moss export … without --cpu-weights"
+        )
 
 
 def is_outside(tensor: TensorProto) -> bool:

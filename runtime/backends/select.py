@@ -99,6 +99,7 @@ def _open(manifest: Manifest, options: BackendOptions, report: Report) -> Backen
     if options.provider == "cann":
         from runtime.backends.cann_provider import CannBackend
 
+        manifest.require_float32("--provider cann")
         return CannBackend(device_number(options.device), options.threads)
     if options.device not in (None, "cpu"):
         raise BackendUnavailableError(

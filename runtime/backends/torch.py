@@ -22,6 +22,7 @@ class TorchBackend:
     """Builds the module of a graph and gives it the weights of the artifacts directory."""
 
     def __init__(self, manifest: Manifest, device: str = "cpu", threads: int | None = None) -> None:
+        manifest.require_float32("backend torch")
         try:
             import torch
         except ImportError as error:

@@ -108,4 +108,4 @@ class _Speaker:
             raise KeyboardInterrupt
         if self._speak["strict"] and any(s.finish_reason == "length" for s in narration.segments):
             raise GenerationError(f"reached --max-frames; {out} holds what was spoken until then")
-        return narration_figures(narration, self._synthesizer.frame_model.backend_name, manifest.notice)
+        return narration_figures(narration, self._synthesizer.frame_model.backend_name, manifest)

@@ -16,6 +16,7 @@ from runtime.commands.speak_options import settings, speak_options, text_plan
 from runtime.commands.speaker import open_speaker, with_recorded_defaults
 
 if TYPE_CHECKING:
+    from runtime.manifest import Manifest
     from runtime.narration_file import Narration
     from runtime.synthesizer import Synthesizer
     from runtime.voices import VoiceStore
@@ -88,7 +89,7 @@ def say(
         backend_name = synthesizer.frame_model.backend_name
     if codes_out is not None and narration.segments:
         _write_codes(codes_out, narration)
-    figures = narration_figures(narration, backend_name, manifest.notice)
+    figures = narration_figures(narration, backend_name, manifest)
     click.echo(json.dumps(figures, ensure_ascii=False) if as_json else _as_text(figures))
     finish(narration, out, speak["strict"])
 
@@ -156,7 +157,7 @@ def _write_codes(path: Path, narration: Narration) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def narration_figures(narration: Narration, backend_name: str, notice: str | None) -> dict[str, Any]:
+def narration_figures(narration: Narration, backend_name: str, manifest: Manifest) -> dict[str, Any]:
     """What a machine wants to know about a narration."""
     wall = sum(segment.wall_seconds for segment in narration.segments)
     frames = sum(len(segment.codes) for segment in narration.segments)
@@ -165,6 +166,7 @@ def narration_figures(narration: Narration, backend_name: str, notice: str | Non
     return {
         "out": str(written.path) if written else None,
         "backend": backend_name,
+        "weights": manifest.cpu_weights,
         "segments": [
             {
                 "prompt_rows": s.prompt_rows,
@@ -181,7 +183,7 @@ def narration_figures(narration: Narration, backend_name: str, notice: str | Non
         "rtf": round(wall / seconds, 3) if seconds else None,
         "clipped_samples": written.num_clipped if written else 0,
         "interrupted": narration.interrupted,
-        "note": notice,
+        "note": manifest.notice,
     }
 
 
