@@ -258,10 +258,9 @@ def _extra_state(manifest: Manifest, name: str) -> dict[str, Tensor]:
 def _module(manifest: Manifest, variant: Variant, state: Mapping[str, Tensor]) -> nn.Module:
     """The module of the graph, its transformer replaced."""
     config, positions = manifest.model, manifest.limits["max_positions"]
-    untied = "untied_heads" in manifest.weights
     module: nn.Module
     if variant.graph == "frame":
-        module = Frame(config, untied)
+        module = Frame(config)
         module.local = variant.part(config)  # type: ignore[assignment]  # VARIANTS pairs graph and part
     else:
         module = (Step if variant.graph == "step" else Prefill)(config, positions)

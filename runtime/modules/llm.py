@@ -55,11 +55,10 @@ class Step(nn.Module):
 class Frame(nn.Module):
     """hidden, seen, uniforms, settings -> go_on, codes, seen_next, slot_logits, code_logits."""
 
-    def __init__(self, config: ModelConfig, untied_heads: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.local = LocalTransformer(config)
         self.global_ = _AudioTable(config)
-        self.untied_heads = nn.Parameter(torch.empty_like(self.global_.audio_table), False) if untied_heads else None
 
     def forward(
         self,
@@ -72,9 +71,7 @@ class Frame(nn.Module):
         penalty: Tensor,
     ) -> tuple[Tensor, ...]:
         sampler = FrameSampler(seen, temperature, top_k, top_p, penalty, self.local.ranks, self.local.shape)
-        table = self.global_.audio_table
-        heads = table if self.untied_heads is None else self.untied_heads
-        return self.local.frame(hidden, seen, uniforms, sampler, table, heads)
+        return self.local.frame(hidden, seen, uniforms, sampler, self.global_.audio_table)
 
 
 class _AudioTable(nn.Module):
@@ -89,30 +86,26 @@ class _AudioTable(nn.Module):
 class StepFrame(nn.Module):
     """`step`, then `frame` on its hidden state: one launch per frame."""
 
-    def __init__(self, config: ModelConfig, max_positions: int, untied_heads: bool) -> None:
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
         self.global_ = GlobalTransformer(config, max_positions)
         self.local = LocalTransformer(config)
-        self.untied_heads = nn.Parameter(torch.empty_like(self.global_.audio_table), False) if untied_heads else None
         self.num_past = 2 * config.num_layers
 
     def forward(self, row: Tensor, position: Tensor, cache_mask: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         past, (seen, uniforms, temperature, top_k, top_p, penalty) = rest[: self.num_past], rest[self.num_past :]
         hidden, new = self.global_.read_row(row, position, cache_mask, list(past))
         sampler = FrameSampler(seen, temperature, top_k, top_p, penalty, self.local.ranks, self.local.shape)
-        table = self.global_.audio_table
-        heads = table if self.untied_heads is None else self.untied_heads
-        return (hidden, *new, *self.local.frame(hidden, seen, uniforms, sampler, table, heads))
+        return (hidden, *new, *self.local.frame(hidden, seen, uniforms, sampler, self.global_.audio_table))
 
 
 def build_llm_module(name: str, config: ModelConfig, state: Mapping[str, Tensor], max_positions: int) -> nn.Module:
     """The module of one graph with its part of the state; `state` may hold more than the graph needs."""
-    untied = "untied_heads" in state
     builders: dict[str, Callable[[], nn.Module]] = {
         "prefill": lambda: Prefill(config, max_positions),
         "step": lambda: Step(config, max_positions),
         "extend": lambda: Extend(config, max_positions),
-        "frame": lambda: Frame(config, untied),
-        "step_frame": lambda: StepFrame(config, max_positions, untied),
+        "frame": lambda: Frame(config),
+        "step_frame": lambda: StepFrame(config, max_positions),
     }
     return load_state(builders[name](), state)

@@ -27,7 +27,7 @@ def derive_llm_state(config: ModelConfig, tensors: Tensors, max_positions: int) 
     """The state of `global_` and `local` (names as in modules/llm.py) from canonical checkpoint names, float32."""
     global_state = {
         "wte": tensors["transformer.wte.weight"],
-        "audio_table": _audio_table(config, tensors, "audio_embeddings"),
+        "audio_table": _audio_table(config, tensors),
         **_rope_state(config, max_positions),
         **_blocks(config, tensors, "transformer", config.num_layers),
     }
@@ -35,17 +35,7 @@ def derive_llm_state(config: ModelConfig, tensors: Tensors, max_positions: int) 
     local_rope = _rope_state(config, config.n_vq + 1)
     local_state = {**local_blocks, **local_rope, **_local_tables(config, tensors, local_blocks, local_rope)}
     state = {f"global_.{k}": t for k, t in global_state.items()} | {f"local.{k}": t for k, t in local_state.items()}
-    if heads_are_untied(config, tensors):
-        state["untied_heads"] = _audio_table(config, tensors, "audio_lm_heads")
     return {name: t.detach().to(torch.float32).contiguous() for name, t in state.items()}
-
-
-def heads_are_untied(config: ModelConfig, tensors: Tensors) -> bool:
-    """Whether fine-tuning gave an audio head values of its own."""
-    pairs = (
-        (tensors[f"audio_lm_heads.{i}.weight"], tensors[f"audio_embeddings.{i}.weight"]) for i in range(config.n_vq)
-    )
-    return any(head is not embedding and not torch.equal(head, embedding) for head, embedding in pairs)
 
 
 def rope_tables(num_positions: int, head_size: int, base: float) -> tuple[Tensor, Tensor]:
@@ -61,12 +51,21 @@ def _rope_state(config: ModelConfig, num_positions: int) -> dict[str, Tensor]:
     return {"rope_cos": cos, "rope_sin": sin}
 
 
-def _audio_table(config: ModelConfig, tensors: Tensors, prefix: str) -> Tensor:
+def _audio_table(config: ModelConfig, tensors: Tensors) -> Tensor:
     parts = []
     for i, size in enumerate(config.codebook_sizes):
         padding = config.codebook_size + 1 - size
-        parts.append(functional.pad(tensors[f"{prefix}.{i}.weight"].float(), (0, 0, 0, padding)))
+        parts.append(functional.pad(tensors[f"audio_embeddings.{i}.weight"].float(), (0, 0, 0, padding)))
     return torch.cat(parts)
+
+
+def _audio_heads(config: ModelConfig, tensors: Tensors) -> Tensor:
+    """[Q, E, V]. Tied to the embeddings or not, a head is a matrix of its own: z @ head then needs no transpose."""
+    parts = []
+    for i, size in enumerate(config.codebook_sizes):
+        head = tensors[f"audio_lm_heads.{i}.weight"].float()
+        parts.append(functional.pad(head, (0, 0, 0, config.codebook_size - size)).T)
+    return torch.stack(parts)
 
 
 def _blocks(config: ModelConfig, tensors: Tensors, prefix: str, num_layers: int) -> dict[str, Tensor]:
@@ -121,6 +120,7 @@ def _local_tables(config: ModelConfig, tensors: Tensors, blocks: Tensors, rope: 
     empty = torch.zeros(0, 3 * config.hidden_size)
     return {
         "text_head": head[[slot, end]].T,
+        "audio_heads": _audio_heads(config, tensors),
         "slot_row": functional.pad(wte[slot][None, None], (0, 0, 1, 0)),
         "slot_qkv": functional.pad(slot_qkv, (0, 0, 1, 0)),
         "first_qkv": torch.cat(tables) if tables else empty,

@@ -42,6 +42,7 @@ class LocalTransformer(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.local_layers))
         self.ln_f = LayerNorm(e, config.layer_norm_eps)
         self.text_head = _parameter(e, 2)  # columns of the text head: slot, end
+        self.audio_heads = _parameter(q, e, v)
         self.slot_row = _parameter(1, 2, e)  # row 0 zeros, row 1 the embedding of the slot token
         self.slot_qkv = _parameter(1, 3 * config.num_heads, 2, config.head_size)  # row 0 zeros, row 1 at position 1
         self.first_qkv = _parameter((q - 1) * v, 3 * e)  # code c of codebook i at position i + 2
@@ -54,11 +55,11 @@ class LocalTransformer(nn.Module):
 
     @scope("local")
     def frame(
-        self, hidden: Tensor, seen: Tensor, uniforms: Tensor, sampler: FrameSampler, audio_table: Tensor, heads: Tensor
+        self, hidden: Tensor, seen: Tensor, uniforms: Tensor, sampler: FrameSampler, audio_table: Tensor
     ) -> tuple[Tensor, ...]:
         """hidden [B, E] -> go_on [B], codes [B, Q], seen_next, slot_logits [B, 2], code_logits [B, Q, V].
 
-        `audio_table` is the global transformer's; `heads` holds the audio heads in the same layout.
+        `audio_table` is the global transformer's.
         """
         q, v = self.config.n_vq, self.config.codebook_size
         with scope("position_00_01"):
@@ -75,9 +76,7 @@ class LocalTransformer(nn.Module):
                     table = audio_table[(i - 1) * (v + 1) : (i - 1) * (v + 1) + v]
                     z = self._next(codes[-1], i, table, cache)
             with scope(f"code_{i:02d}"):
-                head = heads[i * (v + 1) : i * (v + 1) + v]
-                scores = label(torch.matmul(head, z.transpose(0, 1)).transpose(0, 1), "logits")  # [B, V]
-                scores = self._cut(scores, i)
+                scores = self._cut(label(torch.matmul(z, self.audio_heads[i]), "logits"), i)  # [B, V]
                 codes.append(sampler.choose_code(scores, i, draws[i + 1]))
                 logits.append(scores)
         with scope("frame"):

@@ -85,8 +85,10 @@ def test_graphs_share_their_weights_in_one_file(exported):
 
     step, prefill = offsets("step"), offsets("prefill")
     assert step == prefill
-    heads = [e for e in offsets("frame").items() if e[0].startswith("global_.audio_table.at_")]
-    assert len(heads) == exported.model.n_vq  # the audio heads are views of the embedding table
+    frame, fused = offsets("frame"), offsets("step_frame")
+    assert frame.items() <= fused.items()
+    for name, views in (("global_.audio_table", exported.model.n_vq - 1), ("local.audio_heads", exported.model.n_vq)):
+        assert len([n for n in frame if n.startswith(f"{name}.at_")]) == views  # one codebook each, nothing copied
 
 
 def test_one_graph_alone_keeps_the_others(checkpoint, exported, tmp_path):
@@ -149,8 +151,8 @@ def test_untied_heads_are_exported_as_they_are(checkpoint, tmp_path):
         str(manifest.path("weights.bin")), size=manifest.path("weights.bin").stat().st_size // 4, dtype=torch.float32
     )
     v, e = manifest.model.codebook_size, manifest.model.hidden_size
-    start = manifest.weights["untied_heads"].offset // 4 + 3 * (v + 1) * e
-    torch.testing.assert_close(weights[start : start + v * e].reshape(v, e), tensors["audio_lm_heads.3.weight"])
+    start = manifest.weights["local.audio_heads"].offset // 4 + 3 * e * v
+    torch.testing.assert_close(weights[start : start + v * e].reshape(e, v), tensors["audio_lm_heads.3.weight"].T)
 
 
 @pytest.mark.parametrize(
