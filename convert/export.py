@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from convert.checkpoint import TOKENIZER_NAME, Checkpoint, open_codec, open_model
 from convert.cpu_weights import Reducer, verify_reduced
+from convert.import_origin import recorded_origin
 from convert.recorded_inputs import export_versions
 from convert.trace import WeightRef, trace
 from convert.verify import example_axes, verify_graph
@@ -227,7 +228,7 @@ def _manifest(
     source: dict[str, Any] = {
         role: {"directory": str(c.directory.resolve()), "files": c.files, "dtype": c.storage_dtype}
         for role, c in (("model", model), ("codec", codec))
-    }
+    } | recorded_origin(model.directory)
     return Manifest(
         directory=directory,
         name=directory.name,

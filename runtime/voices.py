@@ -12,7 +12,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,11 +60,16 @@ class Voice:
 
 
 def codec_id(manifest: Manifest) -> str:
-    """What identifies the codec of an artifacts directory: a hash of the hashes of its checkpoint's weight files."""
+    """What identifies the codec of an artifacts directory."""
     files = manifest.source.get("codec", {}).get("files", {})
-    weights = {name: sha256 for name, sha256 in files.items() if not name.endswith(".json")} or files
-    if not weights:
+    if not files:
         raise ManifestError(f"{manifest.directory}: the manifest does not say which codec it was made of; export again")
+    return codec_files_id(files)
+
+
+def codec_files_id(files: Mapping[str, str]) -> str:
+    """What identifies a codec checkpoint: a hash of the hashes of its weight files."""
+    weights = {name: sha256 for name, sha256 in files.items() if not name.endswith(".json")} or files
     return hashlib.sha256(json.dumps(sorted(weights.values())).encode()).hexdigest()
 
 
