@@ -18,6 +18,7 @@ import numpy as np
 from runtime.compare_audio import AudioMetrics, measure_audio
 from runtime.parity_causes import Engine, find_cause
 from runtime.parity_choices import Rule
+from runtime.parity_loss import Loss, limits_between, measure_loss
 from runtime.parity_record import Identity, Plan, Recording, Trace
 from runtime.parity_stages import (
     REQUIRED,
@@ -51,6 +52,7 @@ class Parity:
     audio: AudioMetrics | None
     limits: Limits
     agreement: tuple[tuple[int, ...], ...]  # replay: [frame][codebook] 1 equal, 0 different
+    loss: Loss | None = None  # when the sides have weights of different precision
     floor: str | None = None  # the precision floor that the limits come from
     command: str = ""
     notes: tuple[str, ...] = field(default=())
@@ -87,18 +89,23 @@ class Parity:
 def compare(
     a: Recording,
     b: Recording,
-    limits: Limits = FLOAT32_LIMITS,
+    limits: Limits | None = None,
     engine: Engine | None = None,
     floor: str | None = None,
     command: str = "",
 ) -> Parity:
-    """Compare two recordings; `engine` can rerun one side with deliberate faults to test guesses at a cause."""
+    """Compare two recordings; `engine` can rerun one side with deliberate faults to test guesses at a cause.
+
+    Without `limits`: those of float32, or what weights of fewer bits may cost when one side has such.
+    """
+    limits = limits or limits_between(a, b)
     common = common_part(a, b)
     replay = replay_mode(common, a, limits)
     modes = (free_mode("greedy", a, b, limits), free_mode("seeded", a, b, limits), replay)
     stages = build_stages(a, b, common, replay, limits)
     growth = error_growth(common, limits)
-    verdict = _overall(stages, modes, growth)
+    loss = measure_loss(a.identity, b.identity, common)
+    verdict = _overall(stages, modes, growth, loss)
     audio = None
     if a.waveform is not None and b.waveform is not None and np.array_equal(a.replay_codes, b.replay_codes):
         audio = measure_audio(a.waveform, b.waveform, a.sample_rate_hz)
@@ -110,7 +117,7 @@ def compare(
     notes = [f"a: {n}" for n in a.notes] + [f"b: {n}" for n in b.notes] + _repeatability(a)
     return Parity(
         verdict,
-        _sentence(verdict, stages, modes, growth, cause, limits),
+        _sentence(verdict, stages, modes, growth, cause, limits, loss),
         a.identity,
         b.identity,
         a.plan,
@@ -121,6 +128,7 @@ def compare(
         audio,
         limits,
         agreement,
+        loss,
         floor,
         command,
         tuple(notes),
@@ -165,11 +173,12 @@ def _trace(speech: Speech) -> Trace:
     return Trace(codes, go_on, None, None, None)
 
 
-def _overall(stages: tuple[Stage, ...], modes: tuple[Mode, ...], growth: Growth) -> Verdict:
+def _overall(stages: tuple[Stage, ...], modes: tuple[Mode, ...], growth: Growth, loss: Loss | None) -> Verdict:
     """The worst of all; what is not measured counts only where nothing can be said without it."""
     verdicts = [s.verdict for s in stages if s.verdict is not Verdict.NOT_MEASURED or s.name in REQUIRED]
     verdicts += [m.verdict for m in modes if m.verdict is not Verdict.NOT_MEASURED]
     verdicts += [growth.verdict] if growth.verdict is Verdict.DIVERGENT else []
+    verdicts += [loss.verdict] if loss is not None else []
     if any(v is Verdict.DIVERGENT for v in verdicts):  # found apart: an error elsewhere does not hide it
         return Verdict.DIVERGENT
     return worst(verdicts)
@@ -182,10 +191,12 @@ def _sentence(
     growth: Growth,
     cause: Cause | None,
     limits: Limits,
+    loss: Loss | None,
 ) -> str:
     missing = [s.name for s in stages if s.verdict is Verdict.NOT_MEASURED]
     missing += [f"{m.name} run" for m in modes if m.verdict is Verdict.NOT_MEASURED]
-    without = f" Not measured: {', '.join(missing)}." if missing else ""
+    without = f" Loss: {loss.text}." if loss is not None else ""
+    without += f" Not measured: {', '.join(missing)}." if missing else ""
     found: tuple[Stage | Mode, ...] = (*stages, *modes)
     bad = [x for x in found if x.verdict in (Verdict.DIVERGENT, Verdict.ERROR)]
     if bad:
@@ -201,6 +212,8 @@ def _sentence(
         return f"The sides part at {where['name']}{place}: {bad[0].text}.{named}{guess}{without}"
     if growth.verdict is Verdict.DIVERGENT:
         return f"All stages agree, but {growth.text}.{without}"
+    if loss is not None and loss.verdict is Verdict.DIVERGENT:
+        return f"All stages agree, but the loss is beyond what such weights may cost.{without}"
     if verdict is Verdict.NOT_MEASURED:
         return f"Nothing can be said.{without}"
     if verdict is Verdict.NEAR_TIE:

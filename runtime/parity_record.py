@@ -24,7 +24,7 @@ import numpy.typing as npt
 from runtime.backends.base import Backend
 from runtime.errors import MossError, ParityError
 from runtime.frame_model import CacheReader, Frame, FrameModel
-from runtime.manifest import Manifest, write_atomically
+from runtime.manifest import FLOAT32, Manifest, write_atomically
 from runtime.parity_latents import codec_latents
 from runtime.sampling import SamplingParams, draw_uniforms
 from runtime.synthesizer import Request, Synthesizer
@@ -93,6 +93,7 @@ class Identity:
     fused: bool
     simulated: bool
     versions: dict[str, str]
+    cpu_weights: str = FLOAT32  # as in the manifest; recordings before 2026-12 have no such field
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,6 +231,7 @@ def identify(synthesizer: Synthesizer, backend: Backend, fused: bool) -> Identit
             **{name: _version(name) for name in ("numpy", "onnxruntime", "torch", "torch-npu") if _version(name)},
             **_om_versions(backend),
         },
+        cpu_weights=manifest.cpu_weights,
     )
 
 

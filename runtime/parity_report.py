@@ -15,10 +15,12 @@ from runtime import page, plots
 from runtime.compare_audio import FLOOR_DB, AudioMetrics, log_spectrogram
 from runtime.manifest import MADE_UP_NOTICE, write_atomically
 from runtime.parity import Parity
+from runtime.parity_loss import Loss
 from runtime.parity_record import Recording
 from runtime.parity_verdict import Mode, Stage, Verdict
 
 HTML_NAME, JSON_NAME, MARKDOWN_NAME = "parity.html", "parity.json", "parity.md"
+LOSS_TITLE = "Loss of the reduced weights"
 SPECTRUM_DB = 40.0  # range of the difference spectrogram
 _KINDS = {Verdict.DIVERGENT: "bad", Verdict.ERROR: "bad", Verdict.NEAR_TIE: "warn", Verdict.NOT_MEASURED: "warn"}
 
@@ -103,12 +105,27 @@ def audio_rows(audio: AudioMetrics) -> list[list[str]]:
     return rows
 
 
+def loss_rows(loss: Loss) -> list[list[Any]]:
+    """What reduced weights cost, both sides fed the same codes."""
+    return [
+        ["verdict", loss.verdict.value],
+        [f"most likely code equal, of {loss.distributions} distributions", f"{loss.top1:.2%}"],
+        ["KL of b from a, mean, nats", loss.kl_mean],
+        ["KL, 95th percentile", loss.kl_p95],
+        ["frame or end: likelier decision equal", f"{loss.slot_top1:.2%}"],
+        ["frame or end: KL, mean", loss.slot_kl_mean],
+        ["cosine of the hidden state, mean", loss.hidden_cosine_mean],
+        ["cosine of the hidden state, smallest", loss.hidden_cosine_min],
+    ]
+
+
 def identity_rows(parity: Parity) -> list[list[str]]:
     """Who ran what."""
     a, b = parity.a, parity.b
     rows = [
         ["backend", a.backend, b.backend],
         ["artifacts", a.directory, b.directory],
+        ["weights", a.cpu_weights, b.cpu_weights],
         ["weights sha256", a.weights[:16], b.weights[:16]],
         ["tokenizer sha256", a.tokenizer[:16], b.tokenizer[:16]],
         ["prompt template", a.template, b.template],
@@ -136,6 +153,8 @@ def to_markdown(parity: Parity) -> str:
     parts += ["## Stages", _markdown_table(STAGE_HEADERS, stage_rows(parity))]
     parts += ["## Runs", _markdown_table(MODE_HEADERS, mode_rows(parity))]
     parts.append(f"Error against position: {parity.growth.verdict.value}, {parity.growth.text}.")
+    if parity.loss is not None:
+        parts += [f"## {LOSS_TITLE}", _markdown_table(("figure", "value"), loss_rows(parity.loss))]
     if parity.audio is not None:
         parts += ["## Waveform", _markdown_table(("figure", "value"), audio_rows(parity.audio))]
     parts += ["## Sides", _markdown_table(("", "a", "b"), identity_rows(parity))]
@@ -177,6 +196,8 @@ def to_html(
         page.section("Equal codes in the replay", *_agreement(parity)),
         page.section("Error against position", *_growth(parity)),
     ]  # fmt: skip
+    if parity.loss is not None:
+        parts.append(page.section(LOSS_TITLE, page.table(("figure", "value"), loss_rows(parity.loss))))
     if parity.audio is not None:
         parts.append(
             page.section("Waveform of the same codes", page.table(("figure", "value"), audio_rows(parity.audio)))

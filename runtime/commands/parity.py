@@ -99,11 +99,9 @@ def _compare(options: dict[str, Any]) -> int:
     from runtime.parity_floor import floor_limits, read_report
     from runtime.parity_report import to_json, write_report
     from runtime.parity_run import run_sides
-    from runtime.parity_verdict import FLOAT32_LIMITS
 
-    limits, floor = FLOAT32_LIMITS, options["floor"]
-    if floor is not None:
-        limits = floor_limits(read_report(floor), str(floor))
+    floor = options["floor"]
+    limits = None if floor is None else floor_limits(read_report(floor), str(floor))
     a, b, engine = run_sides(_side(options, "a"), _side(options, "b"), _plan(options), _progress)
     found = compare(a, b, limits, engine, str(floor) if floor else None, _command_line(options))
     if options["report"] is not None:
@@ -131,6 +129,8 @@ def _as_text(found: Any) -> str:
     for entry in (*found.stages, *found.modes):
         lines.append(f"{entry.name:<16} {entry.verdict.value:<17} {entry.text}")
     lines.append(f"{'error growth':<16} {found.growth.verdict.value:<17} {found.growth.text}")
+    if found.loss is not None:
+        lines.append(f"{'loss':<16} {found.loss.verdict.value:<17} {found.loss.text}")
     if found.cause is not None:
         lines.append(f"cause: {found.cause.text} ({found.cause.evidence})")
     return "\n".join(lines)
