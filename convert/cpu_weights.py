@@ -88,10 +88,7 @@ class Reducer:
                 yield name, state[name].numpy()
                 continue
             self._formats[name] = found
-            tensor = state[name] if name in _TABLES else state[name].transpose(-1, -2)
-            codes, scales, values = quantise(tensor.reshape(-1, found.columns), found)
-            values = values.reshape(tensor.shape)
-            state[name] = values if name in _TABLES else values.transpose(-1, -2).contiguous()
+            codes, scales, state[name] = _reduce(name, state[name], found)
             yield codes_name(name, found), codes
             yield scales_name(name), scales
 
@@ -139,6 +136,15 @@ def _blocks_name(name: str, stored: BlockFormat) -> str:
 
 def scales_name(name: str) -> str:
     return f"{name}.scales"
+
+
+def _reduce(name: str, tensor: Tensor, stored: BlockFormat) -> tuple[Array, Array, Tensor]:
+    """Codes, scales, and the values they stand for in the layout of the state."""
+    if name in _TABLES:
+        return quantise(tensor, stored)
+    by_rows = tensor.transpose(-1, -2)
+    codes, scales, values = quantise(by_rows.reshape(-1, stored.columns), stored)
+    return codes, scales, values.reshape(by_rows.shape).transpose(-1, -2).contiguous()
 
 
 def quantise(values: Tensor, stored: BlockFormat) -> tuple[Array, Array, Tensor]:
