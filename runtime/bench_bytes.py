@@ -21,6 +21,7 @@ from runtime.manifest import Manifest
 if TYPE_CHECKING:
     from onnx import NodeProto, TensorProto
 
+LOOKUPS = ("Gather", "GatherBlockQuantized")  # of rows; input 1 says which
 BANDWIDTH_BYTES = 1 << 29  # beyond the caches of most machines, small enough for most memories
 
 
@@ -47,7 +48,7 @@ def graph_bytes(manifest: Manifest, name: str, cache_rows: int, prompt_rows: int
     parts: dict[tuple[str, str], list[int]] = {}
     for node, tensor in _uses(proto, weights):
         size = _num_bytes(tensor)
-        if node.op_type == "Gather" and node.input[0] == tensor.name and tensor.dims:
+        if node.op_type in LOOKUPS and node.input[1] != tensor.name and tensor.dims:
             size = min(size, size // tensor.dims[0] * rows_of(tensor.dims[0]))
         parts.setdefault(_place(tensor), []).append(size)
     cache = sum(

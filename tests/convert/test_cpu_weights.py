@@ -20,7 +20,9 @@ from convert.cli import cli as convert_cli
 from convert.cpu_weights import BlockFormat, Reducer, quantise
 from convert.export import export_artifacts
 from convert.verify import bind_known, example_feeds
+from runtime import parity_loss
 from runtime.backends.ort import OrtBackend
+from runtime.bench_bytes import graph_bytes
 from runtime.cli import cli as run_cli
 from runtime.errors import ExportError
 from runtime.graphs import LLM_GRAPHS
@@ -163,6 +165,26 @@ def test_parity_states_the_loss_of_the_same_codes(kind: str, tiny_artifacts, red
     assert loss["hidden_cosine_mean"] < 0.9999  # the two sides did run different weights
     assert f"Loss: float32 against {kind} weights" in found["text"]
     assert next(s for s in found["stages"] if s["name"] == "waveform")["verdict"] == "EXACT"  # the codec is float32
+
+
+def test_a_loss_beyond_what_is_allowed_is_a_divergence_although_every_stage_agrees(
+    tiny_artifacts, reduced, monkeypatch
+) -> None:
+    allowed = dataclasses.replace(parity_loss.ALLOWED["int8"], kl=1e-9)
+    monkeypatch.setitem(parity_loss.ALLOWED, "int8", allowed)
+    result = run(
+        run_cli, "parity", "--a", "ort", "--b", "ort", "--artifacts-a", tiny_artifacts,
+        "--artifacts-b", reduced["int8"], "--text", "Hello there.", "--frames", 4,
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert "DIVERGENT" in result.stdout and "the loss is beyond what such weights may cost" in result.stdout
+
+
+def test_bench_counts_the_rows_that_are_looked_up_and_the_codes_that_are_multiplied(tiny_artifacts, reduced) -> None:
+    full, manifest = Manifest.load(tiny_artifacts), Manifest.load(reduced["int8"])
+    for name in ("step", "frame"):
+        floats = graph_bytes(full, name, 100, 50).weights_distinct
+        assert floats * 0.25 < graph_bytes(manifest, name, 100, 50).weights_distinct < floats * 0.32, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
