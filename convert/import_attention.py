@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto
 
-from convert.import_view import Floats, GraphView, Linear
+from convert.import_view import MOVES, Floats, GraphView, Linear
 from runtime.errors import CheckpointError
 
 _COMPARISONS = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
@@ -88,10 +88,15 @@ def _compared_with(view: GraphView, node: NodeProto) -> set[int]:
 
 
 def _values(view: GraphView, softmax: NodeProto) -> str:
-    """v, as it enters the product behind a Softmax."""
-    for node in view.nodes:
-        if node.op_type == "MatMul" and view.skip_moves(node.input[0]) == softmax.output[0]:
-            return str(node.input[1])
+    """v, as it enters the product behind a Softmax; between them there may be a mask."""
+    queue = deque([softmax.output[0]])
+    while queue:
+        value = queue.popleft()
+        for node in view.consumers(value):
+            if node.op_type == "MatMul" and node.input[0] == value:
+                return str(node.input[1])
+            if node.op_type in MOVES or node.op_type in ("Where", "Mul"):
+                queue.extend(node.output)
     raise CheckpointError(f"{view.name}: {softmax.name}: no product with values behind this Softmax")
 
 

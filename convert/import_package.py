@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert.checkpoint import open_codec, open_model
+from convert.checkpoint import Checkpoint, open_codec, open_model
 from convert.import_checkpoint import write_codec, write_model
 from convert.import_codec import recover_codec
 from convert.import_llm import recover_llm
 from convert.import_origin import record_origin
 from convert.import_proof import prove
 from convert.import_recovered import Recovered
+from runtime.config import CodecConfig
 from runtime.errors import CheckpointError
 from runtime.onnx_package import OnnxPackage, open_package
 from runtime.package_graphs import CODEC_FILES, LLM_FILES, PACKAGE_FILES
@@ -46,13 +47,13 @@ def import_package(source: Path, directory: Path, report: Report = lambda line: 
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
     try:
-        record, codec = _recover(package, scratch, report)
+        record, voices = _recover(package, scratch, report)
         scratch.chmod(0o755)
         scratch.replace(directory)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    return Imported(directory / "model", directory / "codec", record, tuple(package_voices(package, codec)))
+    return Imported(directory / "model", directory / "codec", record, voices)
 
 
 def store_voices(voices: tuple[Voice, ...], store: VoiceStore, report: Report) -> int:
@@ -68,8 +69,8 @@ def store_voices(voices: tuple[Voice, ...], store: VoiceStore, report: Report) -
     return stored
 
 
-def _recover(package: OnnxPackage, scratch: Path, report: Report) -> tuple[dict[str, Any], str]:
-    """Fill `scratch`; return the record and the identity of the codec."""
+def _recover(package: OnnxPackage, scratch: Path, report: Report) -> tuple[dict[str, Any], tuple[Voice, ...]]:
+    """Fill `scratch`; return the record and the built-in voices."""
     llm, audio = Recovered(), Recovered()
     shape = recover_llm({g: p for g, p in package.graphs.items() if g in LLM_FILES}, llm)
     report(f"language model: {len(llm.tensors)} tensors, {llm.num_compared} of them equal in two graphs or more")
@@ -86,6 +87,7 @@ def _recover(package: OnnxPackage, scratch: Path, report: Report) -> tuple[dict[
     llm.tensors.clear()
     audio.tensors.clear()
     model, codec = open_model(scratch / "model"), open_codec(scratch / "codec")
+    voices = _voices(package, codec)
     proof = prove(package, model, codec, *tolerances)
     for name, worst in proof.items():
         report(f"proved: {name}: largest difference {worst:.2g}")
@@ -94,4 +96,17 @@ def _recover(package: OnnxPackage, scratch: Path, report: Report) -> tuple[dict[
     record = {**origin, "notices": notices, "recovered": counts, "proof": proof}
     record_origin(scratch / "model", record, package.speak_defaults())
     record_origin(scratch / "codec", origin)
-    return record, codec_files_id(codec.files)
+    return record, voices
+
+
+def _voices(package: OnnxPackage, codec: Checkpoint[CodecConfig]) -> tuple[Voice, ...]:
+    """The built-in voices, as voices that the recovered codec encoded."""
+    n_vq, size = codec.config.n_vq, codec.config.codebook_size
+    voices = tuple(package_voices(package, codec_files_id(codec.files)))
+    for voice in voices:
+        if voice.codes.shape[1] != n_vq or voice.codes.min() < 0 or voice.codes.max() >= size:
+            raise CheckpointError(
+                f"built-in voice {voice.name}: codes {list(voice.codes.shape)} from {voice.codes.min()} to "
+                f"{voice.codes.max()}; the codec has {n_vq} codebooks of {size} codes: download the manifest again"
+            )
+    return voices

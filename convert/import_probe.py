@@ -14,7 +14,7 @@ from onnx import NodeProto
 from convert.import_attention import score_operands
 from convert.import_llm import base_of_frequencies
 from convert.import_view import GraphView
-from runtime.errors import CheckpointError
+from runtime.errors import BackendError, CheckpointError
 from runtime.package_session import PackageSession
 from runtime.spec import Array
 
@@ -67,8 +67,12 @@ def _run_for(view: GraphView, values: set[str]) -> dict[str, Array]:
     with tempfile.TemporaryDirectory(prefix="moss-import-") as scratch:
         path = Path(scratch) / view.name
         onnx.save(model, path)
-        with PackageSession(path) as session:
-            return session.run(feeds)
+        try:
+            with PackageSession(path) as session:
+                return session.run(feeds)
+        except BackendError as error:
+            reason = str(error).splitlines()[0].replace(str(path), "the graph")
+            raise CheckpointError(f"{view.path}: {reason}; download the package again") from error
 
 
 def _feed(name: str, dims: Sequence[int | None]) -> Array:

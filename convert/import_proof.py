@@ -103,8 +103,8 @@ class Proof:
     def share(self, name: str, equal: npt.NDArray[np.bool_], at_least: float) -> None:
         if equal.mean() < at_least:
             raise CheckpointError(
-                f"{name}: {equal.mean():.1%} are equal in the package's graph and with the recovered weights, expected "
-                f"{at_least:.0%}; the graph computes something that this import does not know"
+                f"{name}: {1 - equal.mean():.1%} between the package's graph and the recovered weights, expected at "
+                f"most {1 - at_least:.0%}; the graph computes something that this import does not know"
             )
         self.differences[name] = round(1 - float(equal.mean()), 6)
 
@@ -212,9 +212,9 @@ def _prove_codec(
             raise CheckpointError(f"encode: codes {list(their_codes.shape)} and {list(our_codes.shape)}")
         equal = their_codes == our_codes
         if proof.exact:
-            proof.share("encode: frames with equal codes", equal.all(axis=1), SAME_FRAMES)
+            proof.share("encode: share of frames with other codes", equal.all(axis=1), SAME_FRAMES)
         else:
-            proof.share("encode: equal codes of the first codebook", equal[:, 0], SAME_FIRST_CODES)
+            proof.share("encode: share of other codes of the first codebook", equal[:, 0], SAME_FIRST_CODES)
         tolerance = TOLERANCES["waveform"] if proof.exact else proof.tolerance
         waveform = ours.decode(codes)
         if "decode_full" in package.graphs:

@@ -13,10 +13,8 @@ from runtime.compare import FLOAT32_SAME_MATH, Tolerance
 from runtime.errors import CheckpointError
 
 _DAMAGED = "the package is damaged or mixes two models: download it again"
-# Of the largest value of a tensor, where two graphs hold it after different roundings.
-_SAME_AFTER_HALF, _SAME_AFTER_8_BIT = 1e-3, 2e-2
+_ROUNDED_TO_HALF = 1e-3  # of the largest value, where one graph holds a tensor as float16 and another as float32
 HALF_ARITHMETIC = Tolerance(2e-2, 2e-2, "the package computes in float16")
-ROUNDED_8_BIT = Tolerance(2e-2, 2e-2, "graphs of the package hold different 8-bit roundings of one weight")
 
 
 @dataclass(slots=True)
@@ -27,13 +25,10 @@ class Recovered:
     seen_in: dict[str, list[str]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     half: bool = False
-    dequantized: bool = False
-    rounded_apart: bool = False  # two graphs hold other roundings of the same tensor
 
     def meet(self, view: GraphView) -> None:
         """Take note of what tools did to a graph's weights, before its tensors come."""
         self.half = self.half or view.half
-        self.dequantized = self.dequantized or view.dequantized
         if view.half:
             self._note(f"{view.name}: weights are float16; what the conversion rounded away is lost")
         if view.dequantized:
@@ -42,9 +37,7 @@ class Recovered:
     @property
     def tolerance(self) -> Tolerance:
         """For results of the package's graphs against ours."""
-        if self.half:
-            return HALF_ARITHMETIC
-        return ROUNDED_8_BIT if self.rounded_apart else FLOAT32_SAME_MATH
+        return HALF_ARITHMETIC if self.half else FLOAT32_SAME_MATH
 
     @property
     def num_compared(self) -> int:
@@ -83,33 +76,30 @@ class Recovered:
 
     def check_coverage(self, view: GraphView, graph: str) -> None:
         """Every stored matrix of a graph that has the shape of known tensors must be one of them, either way round."""
-        by_shape: dict[tuple[int, ...], list[str]] = {}
+        by_shape: dict[tuple[int, ...], list[tuple[str, Floats]]] = {}
         for name, tensor in self.tensors.items():
-            by_shape.setdefault(tuple(sorted(tensor.shape)), []).append(name)
+            parts = np.split(tensor, 3) if name.endswith("c_attn.weight") else []  # tools may cut q, k and v apart
+            for form in (tensor, *parts):
+                by_shape.setdefault(tuple(sorted(form.shape)), []).append((name, form))
         for stored, array in view.initializers():
             matrix = np.squeeze(array)
-            names = by_shape.get(tuple(sorted(matrix.shape)), [])
-            if matrix.size < 2 or not names:
+            known = by_shape.get(tuple(sorted(matrix.shape)), [])
+            if matrix.size < 2 or not known:
                 continue
-            matches = [n for n in names if any(self._same(self.tensors[n], form) for form in (matrix, matrix.T))]
+            matches = [name for name, form in known if self._same(form, matrix) or self._same(form, matrix.T)]
             for name in matches:
                 if graph not in self.seen_in[name]:
                     self.seen_in[name].append(graph)
             if not matches and matrix.ndim == 2:
                 raise CheckpointError(
-                    f"{view.name}: {stored} {list(array.shape)} has the shape of {names[0]} and other numbers than "
+                    f"{view.name}: {stored} {list(array.shape)} has the shape of {known[0][0]} and other numbers than "
                     f"any tensor of the graphs before; {_DAMAGED}"
                 )
 
     def _same(self, a: Array, b: Array) -> bool:
         if a.shape != b.shape:
             return False
-        if np.array_equal(a, b):
-            return True
-        limit = _SAME_AFTER_8_BIT if self.dequantized else _SAME_AFTER_HALF if self.half else 0.0
-        same = bool(limit and np.abs(a - b).max() <= limit * np.abs(a).max())
-        self.rounded_apart = self.rounded_apart or same
-        return same
+        return np.array_equal(a, b) or bool(self.half and np.abs(a - b).max() <= _ROUNDED_TO_HALF * np.abs(a).max())
 
     def _note(self, text: str) -> None:
         if text not in self.notices:

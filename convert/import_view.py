@@ -233,15 +233,28 @@ class GraphView:
         """Which position on an axis of a graph input an index comes from; None when that is not one position."""
         found = set()
         for node in self.ancestors(index):
-            if node.op_type not in PICKS or self.skip_moves(node.input[0]) != input_name:
-                continue
-            if node.op_type == "Split":
+            if node.op_type == "Split" and self.skip_moves(node.input[0]) == input_name:
                 found |= {i for i, output in enumerate(node.output) if self.reads(index, output)}
-                continue
-            start = self.constant(node.input[1])
-            if start is not None and start.size == 1:
-                found.add(int(start.reshape(-1)[0]))
+            elif node.op_type == "Gather":
+                position = self._picked(node.output[0], input_name)
+                if position is not None:
+                    found.add(position)
         return found.pop() if len(found) == 1 else None
+
+    def consumers(self, value: str) -> list[NodeProto]:
+        return [node for node in self.nodes if value in node.input]
+
+    def _picked(self, value: str, input_name: str) -> int | None:
+        """The position that a Gather takes of an input, slices in between added up."""
+        position = 0
+        while value != input_name:
+            node = self.producer(value)
+            start = self.constant(node.input[1]) if node is not None and node.op_type in ("Gather", "Slice") else None
+            if node is None or start is None or start.size != 1:
+                return None
+            position += int(start.reshape(-1)[0])
+            value = self.skip_moves(node.input[0])
+        return position
 
     def _linear(self, value: str) -> Linear | None:
         node = self.producer(value)

@@ -32,6 +32,8 @@ class PackageSession:
         if threads is not None:
             options.intra_op_num_threads = threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # 8-bit weights are products in float32, as the file says; the default rounds activations to 8 bit too
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         try:
             self._session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime raises classes of its C extension that share no base but this
