@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from runtime.backends.base import Backend
 from runtime.errors import BackendUnavailableError, MossError
-from runtime.manifest import Manifest
+from runtime.manifest import FLOAT32, Manifest
 
 BACKEND_NAMES = ("ort", "torch", "om", "auto")
 PROVIDERS = ("cpu", "cann")
@@ -110,6 +110,8 @@ def _open(manifest: Manifest, options: BackendOptions, report: Report) -> Backen
 
     backend = OrtBackend(options.threads)
     if options.split or options.device_graphs or any(name not in manifest.graphs for name in ("extend", "frame")):
+        return backend
+    if manifest.cpu_weights != FLOAT32:  # a second copy is a quarter as large, one launch per frame the faster way
         return backend
     return SharedBackend(backend, manifest)
 

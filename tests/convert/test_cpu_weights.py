@@ -22,6 +22,8 @@ from convert.export import export_artifacts
 from convert.verify import bind_known, example_feeds
 from runtime import parity_loss
 from runtime.backends.ort import OrtBackend
+from runtime.backends.select import open_backend
+from runtime.backends.shared import SharedBackend
 from runtime.bench_bytes import graph_bytes
 from runtime.cli import cli as run_cli
 from runtime.errors import ExportError
@@ -221,6 +223,11 @@ def test_an_export_whose_activations_go_astray_is_refused(tiny_artifacts, tmp_pa
     monkeypatch.setattr(cpu_weights, "ACTIVATIONS", cpu_weights.Tolerance(0, 1e-4, "none"))
     with pytest.raises(ExportError, match="int8 activations move too far"):
         export_artifacts(*checkpoint_of(tiny_artifacts), tmp_path / "x", ["step"], cpu_weights="int4")
+
+
+def test_reduced_weights_run_one_launch_per_frame(tiny_artifacts, reduced) -> None:
+    assert isinstance(open_backend("ort", Manifest.load(tiny_artifacts)), SharedBackend)
+    assert isinstance(open_backend("ort", Manifest.load(reduced["int8"])), OrtBackend)
 
 
 def test_say_and_inspect_name_the_weights(reduced, tmp_path) -> None:
