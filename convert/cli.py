@@ -15,6 +15,10 @@ COMMANDS = {
     "fetch": ("convert.commands.fetch:fetch", "Download the published checkpoints."),
     "fixture": ("convert.commands.fixture:fixture", "Write a made-up checkpoint in the published layout."),
     "import-onnx": ("convert.commands.import_onnx:import_onnx", "Make a checkpoint of a published ONNX package."),
+    "write-package": (
+        "convert.commands.write_package:write_package",
+        "Write a checkpoint in the form of the published ONNX package.",
+    ),
     "export": ("convert.commands.export:export", "Export a checkpoint to ONNX graphs with a manifest."),
     "check": ("convert.commands.check:check", "Say what ATC will say about an ONNX graph."),
     "patch": ("convert.commands.patch:patch", "Lower what a target does not take."),

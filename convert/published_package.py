@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -73,6 +73,7 @@ def write_published_package(
     directory: Path,
     voices: Mapping[str, Array] | None = None,
     graphs: Iterable[str] = tuple(_DATA_FILE),
+    report: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write the package below `directory`; `graphs` leaves some out, as derived packages do. Return the TTS part."""
     model, codec = open_model(model_source), open_codec(codec_source)
@@ -93,6 +94,7 @@ def write_published_package(
         proto = _export(modules[graph], example, names[graph].inputs, names[graph].outputs)
         store.take(proto)
         onnx.save(proto, store.path.parent / names[graph].file)
+        report(f"{names[graph].file}: {len(proto.graph.node)} nodes")
     for store in stores.values():
         store.close()
     _write_metas(tts, audio, model.config, codec.config, wanted)

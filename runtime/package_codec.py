@@ -26,14 +26,16 @@ Ints = npt.NDArray[np.int32]
 class PublishedCodec:
     """Owns the sessions of the codec graphs that the package has."""
 
-    def __init__(self, package: OnnxPackage, config: CodecConfig, threads: int | None = None) -> None:
+    def __init__(
+        self, package: OnnxPackage, config: CodecConfig, threads: int | None = None, spinning: bool = False
+    ) -> None:
         self._config = config
         self._package = package
         self._sessions: dict[str, PackageSession] = {}
         try:
             for graph in CODEC_FILES:
                 if graph in package.graphs:
-                    self._sessions[graph] = PackageSession(package.path(graph), threads)
+                    self._sessions[graph] = PackageSession(package.path(graph), threads, spinning)
             self._check_interfaces()
         except BaseException:
             self.close()

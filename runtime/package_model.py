@@ -36,13 +36,15 @@ class PublishedFrameModel:
 
     backend_name = "ort (as published)"
 
-    def __init__(self, package: OnnxPackage, threads: int | None = None, capacity: int = MAX_ROWS) -> None:
+    def __init__(
+        self, package: OnnxPackage, threads: int | None = None, capacity: int = MAX_ROWS, spinning: bool = False
+    ) -> None:
         self.capacity = capacity
         self._sessions: dict[str, PackageSession] = {}
         try:
             for graph in LLM_FILES:
                 if graph in package.graphs:
-                    self._sessions[graph] = PackageSession(package.path(graph), threads)
+                    self._sessions[graph] = PackageSession(package.path(graph), threads, spinning)
             for graph in ("prefill", "decode_step"):
                 package.path(graph)
             if not {"local_fixed_sampled_frame", "local_cached_step"} & set(self._sessions):

@@ -23,15 +23,15 @@ _DTYPES: dict[str, Any] = {
 
 
 class PackageSession:
-    """Runs a graph by its published names; a context manager."""
+    """Runs a graph by its published names; a context manager. Idle threads spin, as stock, only when asked to."""
 
-    def __init__(self, path: Path, threads: int | None = None) -> None:
+    def __init__(self, path: Path, threads: int | None = None, spinning: bool = False) -> None:
         ort = load_onnxruntime()
         options = ort.SessionOptions()
         options.log_severity_level = 3
         if threads is not None:
             options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
         # 8-bit weights are products in float32, as the file says; the default rounds activations to 8 bit too
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,9 @@ def bench() -> None:
 @click.option("--repeat", type=click.IntRange(1), help="Measured runs.  [default: 5]")
 @click.option("--greedy", is_flag=True, help="Best code every time, instead of sampling.")
 @click.option("--batch", type=click.IntRange(2), help="Measure this many utterances per launch against one.")
+@click.option("--baseline", type=click.Path(path_type=Path, file_okay=False),
+              help="Measure beside the official loop on this published ONNX package (a stand-in: convert-moss "
+              "write-package).")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write OUT (JSON) and a page beside it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def run(
@@ -54,6 +58,7 @@ def run(
     backend: BackendOptions,
     protocol_file: Path | None,
     batch: int | None,
+    baseline: Path | None,
     out: Path | None,
     as_json: bool,
     **changes: Any,
@@ -62,7 +67,7 @@ def run(
     from runtime.bench import BenchProtocol, measure
     from runtime.bench_report import as_html, as_text
     from runtime.errors import BenchError
-    from runtime.manifest import Manifest, write_atomically
+    from runtime.manifest import Manifest
 
     if out is not None and out.suffix != ".json":
         raise BenchError(f"--out {out}: expected a name that ends in .json; the page goes beside it as .html")
@@ -72,12 +77,36 @@ def run(
     if batch is not None:
         click.echo(_batch(manifest, backend, batch, protocol, as_json))
         return
-    result = measure(manifest, backend, protocol, report=lambda line: click.echo(line, err=True))
-    data = json.dumps(result.to_dict(), indent=1) + "\n"
+    report = functools.partial(click.echo, err=True)
+    if baseline is not None:
+        _baseline(manifest, backend, baseline, protocol, out, as_json)
+        return
+    result = measure(manifest, backend, protocol, report=report)
+    _show(result.to_dict(), as_text(result), as_html(result), out, as_json)
+
+
+def _show(data: dict[str, Any], text: str, html: str, out: Path | None, as_json: bool) -> None:
+    """Write the files that were asked for, and print."""
+    from runtime.manifest import write_atomically
+
+    printed = json.dumps(data, indent=1) + "\n"
     if out is not None:
-        write_atomically(out, data)
-        write_atomically(out.with_suffix(".html"), as_html(result))
-    click.echo(data if as_json else as_text(result))
+        write_atomically(out, printed)
+        write_atomically(out.with_suffix(".html"), html)
+    click.echo(printed if as_json else text)
+
+
+def _baseline(
+    manifest: Manifest, backend: BackendOptions, package: Path, protocol: BenchProtocol, out: Path | None, as_json: bool
+) -> None:
+    from runtime.bench_baseline import measure_baseline
+    from runtime.bench_baseline_report import as_html, as_text
+    from runtime.errors import BenchError
+
+    if backend.name != "ort" or backend.provider != "cpu":
+        raise BenchError(f"--baseline compares loops on ONNX Runtime and the CPU, not on {backend.name}")
+    result = measure_baseline(manifest, package, backend, protocol, functools.partial(click.echo, err=True))
+    _show(result.to_dict(), as_text(result), as_html(result), out, as_json)
 
 
 def _batch(manifest: Manifest, backend: BackendOptions, batch: int, protocol: BenchProtocol, as_json: bool) -> str:
