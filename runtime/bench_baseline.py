@@ -85,13 +85,14 @@ class BaselineResult:
         return other.milliseconds[stage] / self.sides[0].milliseconds[stage]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON data, ratios included."""
+        """As JSON data; `ratios` says how many times better ours is, memory and load included."""
         ours, *others = self.sides
         ratios = {
             o.name: {
                 **{stage: self.ratio(o, stage) for stage in ours.milliseconds},
                 "load": o.load_seconds / ours.load_seconds,
-                "llm_peak_rss": ours.llm_peak_rss_bytes / o.llm_peak_rss_bytes,
+                "llm_peak_rss": o.llm_peak_rss_bytes / ours.llm_peak_rss_bytes,
+                "peak_rss": o.peak_rss_bytes / ours.peak_rss_bytes,
                 "same_codes": o.codes == ours.codes,
             }
             for o in others

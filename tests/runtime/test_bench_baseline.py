@@ -46,10 +46,11 @@ def test_both_loops_say_the_same_and_every_figure_has_a_ratio(tiny_artifacts: Pa
         ratios = found["ratios"][name]
         assert ratios.pop("same_codes") is True
         stages = {"prefill", "frame", "encode", "decode_150", "stream_1", "stream_8"}
-        assert set(ratios) == {*stages, "load", "llm_peak_rss"}
+        assert set(ratios) == {*stages, "load", "llm_peak_rss", "peak_rss"}
         assert all(ratio > 0 for ratio in ratios.values())
         side = next(s for s in found["sides"] if s["name"] == name)
         assert ratios["frame"] == side["milliseconds"]["frame"] / found["sides"][0]["milliseconds"]["frame"]
+        assert ratios["peak_rss"] == side["peak_rss_bytes"] / found["sides"][0]["peak_rss_bytes"]
         assert side["peak_rss_bytes"] >= side["llm_peak_rss_bytes"] > 2**24
     assert "made-up weights" in result.stdout and "official loop, spinning off" in result.stdout
     assert "the same codes" in out.with_suffix(".html").read_text()
