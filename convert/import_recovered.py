@@ -14,7 +14,7 @@ from runtime.errors import CheckpointError
 
 _DAMAGED = "the package is damaged or mixes two models: download it again"
 _ROUNDED_TO_HALF = 1e-3  # of the largest value, where one graph holds a tensor as float16 and another as float32
-HALF_ARITHMETIC = Tolerance(2e-2, 2e-2, "the package computes in float16")
+HALF_ARITHMETIC = Tolerance(2e-3, 1e-2, "the package computes in float16")
 
 
 @dataclass(slots=True)

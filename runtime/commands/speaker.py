@@ -51,8 +51,8 @@ def open_speaker(artifacts: Path, backend: BackendOptions, as_published: bool, t
         return Speaker(synthesizer, voices, None)
     if not (artifacts / MANIFEST_NAME).is_file() and is_package(artifacts):
         raise ManifestError(
-            f"{artifacts} is a published ONNX package: give --as-published to run its own graphs; artifacts are made "
-            "from the PyTorch checkpoint (convert-moss fetch, then convert-moss build)"
+            f"{artifacts} is a published ONNX package: give --as-published to run its own graphs; for "
+            "artifacts make a checkpoint of it (convert-moss import-onnx, then convert-moss build)"
         )
     manifest = Manifest.load(artifacts)
     opened = open_chosen(manifest, backend)
