@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.backends.large_pages import on_large_pages
 from runtime.errors import BackendError, BackendUnavailableError, SpecMismatchError
 from runtime.spec import Array, GraphSpec
 
@@ -50,7 +51,8 @@ class OrtBackend:
             options.intra_op_num_threads = self.threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            session = self._ort.InferenceSession(str(path), options, providers=self.providers)
+            with on_large_pages():
+                session = self._ort.InferenceSession(str(path), options, providers=self.providers)
         except Exception as error:  # onnxruntime raises classes of its C extension that share no base but this
             raise BackendError(f"onnxruntime cannot load {path}: {error}") from error
         check_interface(spec, session, path)
