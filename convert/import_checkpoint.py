@@ -7,6 +7,7 @@ Each tensor file has the smallest float dtype that holds every number exactly. T
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from convert.import_codec import CodecShape, StageShape
 from convert.import_llm import LlmShape
 from convert.import_view import Floats
 from runtime.config import CodecConfig, ModelConfig
+from runtime.errors import CheckpointError
 from runtime.manifest import MADE_UP_NOTICE, write_atomically
 from runtime.onnx_package import ID_NAMES, OnnxPackage
 from runtime.package_model import MAX_ROWS
@@ -73,7 +75,10 @@ def codec_config_json(package: OnnxPackage, shape: CodecShape) -> dict[str, Any]
     """config.json of the codec; CodecConfig checks that stages, patches and rates fit each other."""
     rate = package.codec_value("sample_rate", "sampling_rate")
     channels = package.codec_value("channels", "number_channels")
-    per_frame = package.codec_value("downsample_rate", "samples_per_frame")
+    samples = shape.decoder_last_patch * math.prod(stage.patch for stage in shape.decoder)
+    per_frame, remainder = divmod(samples, channels)
+    if remainder:
+        raise CheckpointError(f"the decoder makes {samples} samples per frame, which are not {channels} channels")
     tokens_s = float(rate * channels)
     encoder: list[dict[str, Any]] = []
     for stage in shape.encoder:

@@ -18,7 +18,7 @@ from pathlib import Path
 from convert.import_attention import window
 from convert.import_blocks import Block, unknown_structure, walk_blocks
 from convert.import_probe import Rope, probe_ropes
-from convert.import_recovered import Recovered
+from convert.import_recovered import MIXED, Recovered
 from convert.import_view import GraphView, Linear
 from runtime.errors import CheckpointError
 from runtime.modules.codec_transformer import LAYER_NORM_EPS
@@ -83,9 +83,13 @@ def recover_codec(graphs: Mapping[str, Path], result: Recovered) -> CodecShape:
         view = GraphView(graphs[name])
         result.meet(view)
         read[name] = _read_decoder(view, name, result)
-    if any(shape != read[decoders[0]] for shape in read.values()):
-        raise CheckpointError(f"decode_full and decode_step differ: {read}; the package mixes two models")
     decoder = read[decoders[0]]
+    for other in decoders[1:]:
+        for number, (a, b) in enumerate(zip(decoder, read[other], strict=False)):
+            if a != b:
+                raise CheckpointError(f"decoder stage {number}: {a} in {decoders[0]}, {b} in {other}; {MIXED}")
+        if len(decoder) != len(read[other]):
+            raise CheckpointError(f"{len(decoder)} stages in {decoders[0]}, {len(read[other])} in {other}; {MIXED}")
     view = GraphView(graphs["encode"])
     result.meet(view)
     encoder = _read_encoder(view, "encode", result)
@@ -142,8 +146,7 @@ def _read_quantizer(view: GraphView, graph: str, result: Recovered) -> str:
         raise CheckpointError(f"{view.name}: audio_codes are not joined from one ArgMax per codebook")
     if len(choices) != _num_codebooks(result):
         raise CheckpointError(
-            f"{view.name}: {len(choices)} codebooks, the decoder has {_num_codebooks(result)}; the package mixes "
-            "two models"
+            f"{view.name}: {len(choices)} codebooks, the decoder has {_num_codebooks(result)}; {MIXED}"
         )
     number_of = {c.output[0]: q for q, c in enumerate(choices) if c is not None}
     entries: dict[str, Linear] = {}

@@ -102,7 +102,7 @@ def _recover(package: OnnxPackage, scratch: Path, report: Report) -> tuple[dict[
 def _voices(package: OnnxPackage, codec: Checkpoint[CodecConfig]) -> tuple[Voice, ...]:
     """The built-in voices, as voices that the recovered codec encoded."""
     n_vq, size = codec.config.n_vq, codec.config.codebook_size
-    voices = tuple(package_voices(package, codec_files_id(codec.files)))
+    voices = tuple(package_voices(package, codec_files_id(codec.files), codec.config.samples_per_frame))
     for voice in voices:
         if voice.codes.shape[1] != n_vq or voice.codes.min() < 0 or voice.codes.max() >= size:
             raise CheckpointError(

@@ -12,7 +12,7 @@ from convert.import_view import Floats, GraphView
 from runtime.compare import FLOAT32_SAME_MATH, Tolerance
 from runtime.errors import CheckpointError
 
-_DAMAGED = "the package is damaged or mixes two models: download it again"
+MIXED = "the package is damaged or mixes two models: download it again"
 _ROUNDED_TO_HALF = 1e-3  # of the largest value, where one graph holds a tensor as float16 and another as float32
 HALF_ARITHMETIC = Tolerance(2e-3, 1e-2, "the package computes in float16")
 
@@ -54,12 +54,12 @@ class Recovered:
             self.tensors[name] = np.array(value, np.float32, order="C")
         elif known.shape != value.shape:
             raise CheckpointError(
-                f"{name}: {list(known.shape)} in {graphs[0]}, {list(value.shape)} in {graph}; {_DAMAGED}"
+                f"{name}: {list(known.shape)} in {graphs[0]}, {list(value.shape)} in {graph}; {MIXED}"
             )
         elif not self._same(known, value):
             worst = float(np.abs(known - value).max())
             raise CheckpointError(
-                f"{name}: {graphs[0]} and {graph} hold different numbers (largest difference {worst:.2g}); {_DAMAGED}"
+                f"{name}: {graphs[0]} and {graph} hold different numbers (largest difference {worst:.2g}); {MIXED}"
             )
         if graph not in graphs:
             graphs.append(graph)
@@ -93,7 +93,7 @@ class Recovered:
             if not matches and matrix.ndim == 2:
                 raise CheckpointError(
                     f"{view.name}: {stored} {list(array.shape)} has the shape of {known[0][0]} and other numbers than "
-                    f"any tensor of the graphs before; {_DAMAGED}"
+                    f"any tensor of the graphs before; {MIXED}"
                 )
 
     def _same(self, a: Array, b: Array) -> bool:

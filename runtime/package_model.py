@@ -97,7 +97,10 @@ class PublishedFrameModel:
         self._remember(np.asarray(codes, np.int32))
 
     def cache_rows(self) -> Floats:
-        return np.stack([past[0].transpose(1, 0, 2) for past in self._past])
+        """As of our graphs: their keys hold the pairs that RoPE rotates as halves, published ones as neighbours."""
+        rows = np.stack([past[0].transpose(1, 0, 2) for past in self._past])
+        rows[::2] = np.concatenate([rows[::2, ..., 0::2], rows[::2, ..., 1::2]], axis=-1)
+        return rows
 
     def run(self, graph: str, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """One of the package's graphs, as it is."""
@@ -137,6 +140,8 @@ class PublishedFrameModel:
         go_on = bool(outputs["should_continue"][0, 0])
         if not keep_logits:
             return Frame(go_on, codes)
+        if "local_decoder" not in self._sessions:  # the fixed graph itself shows no logits
+            return Frame(go_on, codes, hidden[0])
         return Frame(go_on, codes, hidden[0], *self.local_logits(hidden, codes))
 
     def _cached_frame(self, hidden: Floats, uniforms: Floats, sampling: SamplingParams, keep_logits: bool) -> Frame:

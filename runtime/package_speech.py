@@ -47,9 +47,10 @@ class PackageVoices(VoiceStore):
         return sorted({*self._built_in, *super().names()})
 
 
-def package_voices(package: OnnxPackage, codec: str) -> list[Voice]:
+def package_voices(package: OnnxPackage, codec: str, samples_per_frame: int | None = None) -> list[Voice]:
     """The built-in voices as voices of ours; `codec` is the identity that they are stored with."""
-    frame_seconds = package.codec_value("downsample_rate") / package.codec_value("sample_rate", "sampling_rate")
+    samples_per_frame = samples_per_frame or package.codec_value("downsample_rate", "samples_per_frame")
+    frame_seconds = samples_per_frame / package.codec_value("sample_rate", "sampling_rate")
     notes = (f"built-in voice of {package.directory.name}",)
 
     def voice(name: str, codes: npt.NDArray[np.int32]) -> Voice:

@@ -25,7 +25,7 @@ from convert.import_package import import_package, store_voices
 from convert.published_package import CODEC_DIRECTORY, TTS_DIRECTORY, write_published_package
 from runtime.cli import cli as run_cli
 from runtime.manifest import Manifest
-from runtime.voices import VoiceStore
+from runtime.voices import Voice, VoiceStore
 from tests.conftest import NANO
 from tests.convert import package_mutations as mutations
 from tests.convert.package_mutations import mutated
@@ -210,7 +210,17 @@ def change_the_scale_of_the_scores(model):
     value.CopyFrom(numpy_helper.from_array(np.float32(numpy_helper.to_array(value) * 1.02)))
 
 
+def narrow_the_window(model):
+    """The mask of one layer; its cache stays as long as it was."""
+    maker = {o: n for n in model.graph.node for o in n.output}
+    node = next(n for n in model.graph.node if n.op_type == "Less" and maker[n.input[1]].op_type == "Constant")
+    value = maker[node.input[1]].attribute[0].t
+    value.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(value) - 1))
+
+
 @pytest.mark.parametrize(("change", "graph", "named"), [
+    (narrow_the_window, "*tokenizer_decode_step.onnx", "layer 0 keeps 25 tokens and compares with 24"),
+    (narrow_the_window, "*decode_full.onnx", "decoder stage 0: StageShape(patch=4"),
     (change_a_weight, "moss_tts_decode_step.onnx", "prefill and decode_step hold different numbers"),
     (change_a_weight, "moss_tts_local_fixed_sampled_frame.onnx", "other numbers than any tensor"),
     (set_a_nan, "moss_tts_prefill.onnx", "NaN"),
@@ -241,8 +251,12 @@ def remove(package: Path, files: list[str]) -> None:
         path.unlink()
 
 
-def test_graphs_that_only_repeat_what_others_hold_may_be_missing(package, wanted, tmp_path):
+def test_graphs_and_numbers_that_only_repeat_what_others_hold_may_be_missing(package, wanted, tmp_path):
     shutil.copytree(package, tmp_path / "package")
+    meta = tmp_path / "package" / CODEC_DIRECTORY / "codec_browser_onnx_meta.json"
+    said = json.loads(meta.read_text())
+    del said["codec_config"]["downsample_rate"]  # the decoder's patches tell it
+    meta.write_text(json.dumps(said))
     files = ["moss_tts_local_decoder.onnx", "moss_tts_local_fixed_sampled_frame.onnx"]
     remove(tmp_path / "package", [*files, "moss_audio_tokenizer_decode_full.onnx"])
     got, record = recovered(tmp_path / "package", tmp_path / "out")
@@ -308,14 +322,12 @@ def test_voices_and_defaults_of_the_package_speak_through_artifacts_of_the_impor
     assert codes[0] == codes[1]
 
 
-def test_a_voice_whose_name_is_taken_by_another_codecs_voice_stays(spoken, tmp_path):
-    imported = import_package(spoken, tmp_path / "out")
+def test_a_voice_whose_name_is_taken_by_another_codecs_voice_stays(tmp_path):
+    voice = Voice("Ava", np.ones((3, 16), np.int32), "Ava (built in)", "", "1" * 64, 0.24)
     store, lines = VoiceStore(tmp_path / "voices"), []
-    assert store_voices(imported.voices, store, lines.append) == 1
-    assert store_voices(imported.voices, store, lines.append) == 0 and lines == []
-    (voice,) = imported.voices
-    other = dataclasses.replace(voice, codec_id="0" * 64)
-    assert store_voices((other,), store, lines.append) == 0
+    assert store_voices((voice,), store, lines.append) == 1
+    assert store_voices((voice,), store, lines.append) == 0 and lines == []
+    assert store_voices((dataclasses.replace(voice, codec_id="2" * 64),), store, lines.append) == 0
     assert "Ava exists for another codec" in lines[0] and store.load("Ava").codec_id == voice.codec_id
 
 
