@@ -106,15 +106,18 @@ class Codec:
         With `upstream_chunk_frames` the result is upstream's chunked decoding (SOUNDEFFECT.md 6.4): it stores a whole
         chunk before it attends, so the first frames of a chunk lose the context that the chunk overwrote.
         """
+        pieces = list(self.decode_pieces(codes, upstream_chunk_frames))
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+
+    def decode_pieces(self, codes: Ints, upstream_chunk_frames: int | None = None) -> Iterator[Floats]:
+        """The waveform of `decode`, chunk by chunk."""
         chunk = upstream_chunk_frames or max(len(codes), 1)
         with self.stream() as stream:
-            pieces = []
             for start in range(0, max(len(codes), 1), chunk):
                 part = codes[start : start + chunk]
                 if upstream_chunk_frames:
                     stream.forget_for(len(part))
-                pieces.append(stream.push(part))
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+                yield stream.push(part)
 
     def stream(self) -> DecodeStream:
         """A decoder for one utterance. Close it (or use `with`): its rings go to the next one."""

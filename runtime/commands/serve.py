@@ -22,6 +22,13 @@ from runtime.errors import BackendUnavailableError
 @click.option("--max-queue", type=click.IntRange(0, 10_000), help="Requests that may wait; more get 429.  [32]")
 @click.option("--deadline", "deadline_seconds", type=float, help="Seconds that one request may take.  [300]")
 @click.option("--model-name", "model_names", multiple=True, help="Names that `model` may have; repeatable.")
+@click.option("--sfx-checkpoint", type=click.Path(path_type=Path, file_okay=False),
+              help="Serve MOSS-SoundEffect too: the language model, as published; with --sfx-codec.")
+@click.option("--sfx-codec", type=click.Path(path_type=Path, file_okay=False),
+              help="The 24 kHz MOSS-Audio-Tokenizer, as published.")  # fmt: skip
+@click.option("--sfx-device", help="Of MOSS-SoundEffect: cpu, npu or npu:N.  [cpu]")
+@click.option("--sfx-dtype", type=click.Choice(("float32", "bfloat16", "float16")), help="The stored one unless given.")
+@click.option("--sfx-codec-device", help="cpu, npu or npu:N.  [cpu]")
 @click.option("--default-voice", help="Stored voice for requests that name none.")
 @click.option("--voices", "voice_directory", type=click.Path(path_type=Path), help="Where voices are stored.")
 @click.option("--allowed-local-media-path", type=click.Path(path_type=Path, exists=True, file_okay=False),

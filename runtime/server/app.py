@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from runtime.server.schema import SpeechRequest
 from runtime.server.security import ApiKeys, BodyLimits
 from runtime.server.server_voices import CodesCache, ServerVoices, Upload
 from runtime.server.settings import ServerSettings
+from runtime.server.sfx_speaker import SoundSpeaker, named_model
 from runtime.server.speech import SpeechService, refusal
+from runtime.server.voice_speaker import VoiceSpeaker
 from runtime.voices import codec_id
 
 LOG = logging.getLogger(__name__)
@@ -42,27 +44,38 @@ CLIP_TYPES = frozenset(
 )  # fmt: skip
 
 
-def create_app(settings: ServerSettings, manifest: Manifest, pool: Pool) -> FastAPI:
-    """The application around a pool; its life is the pool's."""
-    metrics = Metrics(pool)
+def create_app(
+    settings: ServerSettings, manifest: Manifest, pool: Pool, sounds: tuple[SoundSpeaker, Pool] | None = None
+) -> FastAPI:
+    """The application around a pool, and MOSS-SoundEffect around another; its life is the pools'."""
+    pools = {settings.model_names[0]: pool}
+    if sounds is not None:
+        pools[sounds[0].model_names[0]] = sounds[1]
+    metrics = Metrics(pools)
     voices = ServerVoices(settings.voice_directory, codec_id(manifest), settings.max_uploaded_voices)
     clips = ClipReader(settings, manifest.codec)
-    speech = SpeechService(
-        settings, pool, Prompter(manifest, settings), voices, clips, metrics, manifest.codec.sample_rate_hz
-    )
+    speaker = VoiceSpeaker(settings, pool, Prompter(manifest, settings), voices, clips)
+    speech = SpeechService(settings, pool, speaker, metrics, manifest.codec.sample_rate_hz)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        pool.start()
+        for each in pools.values():
+            each.start()
         yield
-        await pool.stop()
+        await asyncio.gather(*(each.stop() for each in pools.values()))
 
     app = FastAPI(title="MOSS-TTS-Nano", lifespan=lifespan, docs_url=None, redoc_url=None)
-    _handle_errors(app, pool, metrics)
-    _add_speech(app, speech)
-    _add_voices(app, settings, pool, voices, speech)
-    _add_models(app, settings)
-    _add_operations(app, pool, metrics, player_page(manifest, settings))
+    _handle_errors(app, speech, metrics)
+    names = settings.model_names
+    if sounds is None:
+        _add_speech(app, speech, {})
+    else:
+        sound = SpeechService(settings, sounds[1], sounds[0], metrics, sounds[0].sample_rate_hz)
+        _add_speech(app, speech, dict.fromkeys(sounds[0].model_names, sound))
+        names += sounds[0].model_names
+    _add_voices(app, settings, pool, voices, speaker)
+    _add_models(app, names)
+    _add_operations(app, pools, metrics, player_page(manifest, settings, sounds[0] if sounds else None))
     app.add_middleware(BodyLimits, settings=settings)
     app.add_middleware(ApiKeys, keys=settings.api_keys)
     app.add_middleware(RequestIds)
@@ -106,12 +119,13 @@ def _place(error: BaseException) -> str:
     return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else "?"
 
 
-def _handle_errors(app: FastAPI, pool: Pool, metrics: Metrics) -> None:
+def _handle_errors(app: FastAPI, speech: SpeechService, metrics: Metrics) -> None:
     async def expected(request: Request, error: Exception) -> Response:
         assert isinstance(error, MossError), "registered for MossError"
-        refused = refusal(error, pool)
+        service = getattr(request.state, "service", speech)
+        refused = refusal(error, service.pool)
         if request.url.path == "/v1/audio/speech":
-            metrics.answered(str(refused.status))
+            metrics.answered(service.model, str(refused.status))
             LOG.info("%s refused: status %d", request.state.request_id, refused.status)
         return error_response(refused)
 
@@ -123,17 +137,18 @@ def _handle_errors(app: FastAPI, pool: Pool, metrics: Metrics) -> None:
     app.add_exception_handler(HTTPException, http)
 
 
-def _add_speech(app: FastAPI, speech: SpeechService) -> None:
+def _add_speech(app: FastAPI, speech: SpeechService, others: Mapping[str, SpeechService]) -> None:
     schema = {"content": {"application/json": {"schema": SpeechRequest.model_json_schema()}}, "required": True}
 
     @app.post("/v1/audio/speech", openapi_extra={"requestBody": schema}, response_class=Response)
     async def create_speech(request: Request) -> Response:
-        """Speak a text."""
-        return await speech.speak(request, request.state.request_id)
+        """Speak a text, or make the sound that it describes."""
+        service = request.state.service = others.get(named_model(await request.body()), speech) if others else speech
+        return await service.speak(request, request.state.request_id)
 
 
 def _add_voices(
-    app: FastAPI, settings: ServerSettings, pool: Pool, voices: ServerVoices, speech: SpeechService
+    app: FastAPI, settings: ServerSettings, pool: Pool, voices: ServerVoices, speaker: VoiceSpeaker
 ) -> None:
     @app.get("/v1/audio/voices")
     async def list_voices() -> dict[str, Any]:
@@ -147,7 +162,7 @@ def _add_voices(
         async with request.form(max_files=1, max_fields=10) as form:
             data, upload = await _read_form(form, settings, voices)
         with pool.place():
-            codes, seconds, notes = await speech.encode(data)
+            codes, seconds, notes = await speaker.encode(data)
         stored = await asyncio.to_thread(voices.add, upload(codes, seconds, notes))
         return {
             "success": True, "voice": stored, "object": "audio.voice", "id": stored["name"], "name": stored["name"],
@@ -194,7 +209,7 @@ async def _read_form(form: FormData, settings: ServerSettings, voices: ServerVoi
     return data, upload
 
 
-def _add_models(app: FastAPI, settings: ServerSettings) -> None:
+def _add_models(app: FastAPI, names: Sequence[str]) -> None:
     created = int(time.time())
 
     def described(name: str) -> dict[str, Any]:
@@ -202,30 +217,36 @@ def _add_models(app: FastAPI, settings: ServerSettings) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """The names under which the one model is served."""
-        return {"object": "list", "data": [described(name) for name in settings.model_names]}
+        """The names under which the models are served."""
+        return {"object": "list", "data": [described(name) for name in names]}
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> dict[str, Any]:
         """One of them."""
-        if name not in settings.model_names:
+        if name not in names:
             raise ApiError(404, "The model does not exist; see GET /v1/models.", "model")
         return described(name)
 
 
-def _add_operations(app: FastAPI, pool: Pool, metrics: Metrics, page: str) -> None:
+def _add_operations(app: FastAPI, pools: Mapping[str, Pool], metrics: Metrics, page: str) -> None:
+    speech, *others = pools.values()
+
+    def states() -> dict[str, Any]:
+        models = {model: pool.state.value for model, pool in pools.items()}
+        return {"worker": speech.state.value, **({"models": models} if others else {})}
+
     @app.get("/health")
     async def health() -> JSONResponse:
-        """503 while no worker can be expected to answer: it hung, died, or could not start."""
-        healthy = pool.state in (State.STARTING, State.READY)
-        body = {"status": "healthy" if healthy else "unhealthy", "worker": pool.state.value}
+        """503 while a worker cannot be expected to answer: it hung, died, or could not start."""
+        healthy = all(pool.state in (State.STARTING, State.READY) for pool in pools.values())
+        body = {"status": "healthy" if healthy else "unhealthy", **states()}
         return JSONResponse(body, 200 if healthy else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """200 once the model is loaded, warmed up and checked."""
-        is_ready = pool.state is State.READY
-        body = {"status": "ready" if is_ready else "not ready", "worker": pool.state.value, "backend": pool.backend}
+        """200 once every model is loaded, warmed up and checked."""
+        is_ready = all(pool.state is State.READY for pool in pools.values())
+        body = {"status": "ready" if is_ready else "not ready", "backend": speech.backend, **states()}
         return JSONResponse(body, 200 if is_ready else 503)
 
     @app.get("/metrics")

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.sampling import SamplingParams
+from runtime.sfx.prompt import SoundPrompt
+from runtime.sfx.sampling import SfxSampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +30,17 @@ class Job:
     segments: tuple[SegmentJob, ...]
     sampling: SamplingParams
     max_frames: int  # per segment
+
+
+@dataclass(frozen=True, slots=True)
+class SoundJob:
+    """Everything the worker of MOSS-SoundEffect needs to make one sound."""
+
+    id: str
+    prompt: SoundPrompt
+    seed: int
+    sampling: SfxSampling
+    max_new_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,5 +119,6 @@ class Encoded:
     codes: npt.NDArray[np.int32]
 
 
-Request = Job | Cancel | EncodeJob
+Work = Job | SoundJob
+Request = Work | Cancel | EncodeJob
 Event = Ready | Broken | Beat | Started | Piece | Finished | Failed | Encoded

@@ -24,6 +24,7 @@ from runtime.server.metrics import Listener
 MAX_CONCURRENCY, MAX_SECONDS = 256, 3600.0
 BYTES_PER_SECOND = 2 * 48_000
 TEXT = "The quick brown fox jumps over the lazy dog, and then it says number {}."
+QUEUE_WAIT = "moss_tts_queue_wait_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +161,12 @@ def _queue_wait(plan: LoadPlan) -> float | None:
     try:
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode("utf-8", "replace").splitlines()
-        figures = dict(line.rsplit(" ", 1) for line in lines if line.startswith("moss_tts_queue_wait_seconds_"))
-        count = float(figures["moss_tts_queue_wait_seconds_count"])
-        return round(float(figures["moss_tts_queue_wait_seconds_sum"]) / count, 4) if count else None
-    except (OSError, http.client.HTTPException, KeyError, ValueError):
+        count, total = (  # of every model
+            sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{QUEUE_WAIT}_{part}{{"))
+            for part in ("count", "sum")
+        )
+        return round(total / count, 4) if count else None
+    except (OSError, http.client.HTTPException, ValueError):
         return None
     finally:
         connection.close()

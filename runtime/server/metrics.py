@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -34,48 +36,58 @@ class Listener:
 
 
 class Metrics:
-    """The figures of one server."""
+    """The figures of one server, labelled by model; `pools` has one per model."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pools: Mapping[str, Pool]) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
-        gauges = {
-            "moss_tts_requests_running": ("Requests in a slot.", lambda: pool.num_running),
-            "moss_tts_requests_waiting": ("Requests that wait for a slot.", lambda: pool.num_waiting),
-            "moss_tts_ready": ("1 when the worker serves.", lambda: pool.state is State.READY),
-            "moss_tts_worker_restarts": ("Workers that were lost and replaced.", lambda: pool.restarts),
+        gauges: dict[str, tuple[str, Callable[[Pool], float]]] = {
+            "moss_tts_requests_running": ("Requests in a slot.", lambda pool: pool.num_running),
+            "moss_tts_requests_waiting": ("Requests that wait for a slot.", lambda pool: pool.num_waiting),
+            "moss_tts_ready": ("1 when the worker serves.", lambda pool: pool.state is State.READY),
+            "moss_tts_worker_restarts": ("Workers that were lost and replaced.", lambda pool: pool.restarts),
         }
         for name, (text, read) in gauges.items():
-            Gauge(name, text, registry=registry).set_function(read)
-        self._requests = Counter("moss_tts_requests", "Finished requests by status.", ["status"], registry=registry)
-        self._segments = Counter("moss_tts_segments", "Finished segments by reason.", ["reason"], registry=registry)
-        self._latency = Histogram("moss_tts_request_seconds", "Whole request.", buckets=SECONDS, registry=registry)
-        self._queue = Histogram("moss_tts_queue_wait_seconds", "Before a slot.", buckets=SECONDS, registry=registry)
-        self._ttfa = Histogram("moss_tts_first_audio_seconds", "To first audio.", buckets=SECONDS, registry=registry)
-        self._audio = Histogram("moss_tts_audio_seconds", "Audio per request.", buckets=SECONDS, registry=registry)
-        self._rtf = Histogram("moss_tts_rtf", "Seconds in the slot per second of audio.", buckets=RATIOS,
-                              registry=registry)  # fmt: skip
-        self._underrun = Histogram("moss_tts_underrun_seconds", "Silence of a live listener.", buckets=(0, *SECONDS),
-                                   registry=registry)  # fmt: skip
+            gauge = Gauge(name, text, ["model"], registry=registry)
+            for model, pool in pools.items():
+                gauge.labels(model).set_function(partial(read, pool))
 
-    def answered(self, status: str) -> None:
+        def counter(name: str, text: str, label: str) -> Counter:
+            return Counter(name, text, ["model", label], registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            made = Histogram(name, text, ["model"], buckets=buckets, registry=registry)
+            for model in pools:
+                made.labels(model)  # a model nobody asked yet is 0, not missing
+            return made
+
+        self._requests = counter("moss_tts_requests", "Finished requests by status.", "status")
+        self._segments = counter("moss_tts_segments", "Finished segments by reason.", "reason")
+        self._latency = histogram("moss_tts_request_seconds", "Whole request.")
+        self._queue = histogram("moss_tts_queue_wait_seconds", "Before a slot.")
+        self._ttfa = histogram("moss_tts_first_audio_seconds", "To first audio.")
+        self._audio = histogram("moss_tts_audio_seconds", "Audio per request.")
+        self._rtf = histogram("moss_tts_rtf", "Seconds in the slot per second of audio.", RATIOS)
+        self._underrun = histogram("moss_tts_underrun_seconds", "Silence of a live listener.", (0, *SECONDS))
+
+    def answered(self, model: str, status: str) -> None:
         """A request has its answer: an HTTP status, `cancelled`, or `broken` in the middle of a stream."""
-        self._requests.labels(status).inc()
+        self._requests.labels(model, status).inc()
 
-    def spoken(self, ticket: Ticket, listener: Listener) -> None:
+    def spoken(self, model: str, ticket: Ticket, listener: Listener) -> None:
         """A job is done."""
         now = time.monotonic()
         started = ticket.started or now
-        self._latency.observe(now - ticket.submitted)
-        self._queue.observe(started - ticket.submitted)
+        self._latency.labels(model).observe(now - ticket.submitted)
+        self._queue.labels(model).observe(started - ticket.submitted)
         if listener.first is not None:
-            self._ttfa.observe(listener.first - ticket.submitted)
-        self._audio.observe(listener.audio_seconds)
+            self._ttfa.labels(model).observe(listener.first - ticket.submitted)
+        self._audio.labels(model).observe(listener.audio_seconds)
         if listener.audio_seconds:
-            self._rtf.observe((now - started) / listener.audio_seconds)
-        self._underrun.observe(listener.underrun_seconds)
+            self._rtf.labels(model).observe((now - started) / listener.audio_seconds)
+        self._underrun.labels(model).observe(listener.underrun_seconds)
         for reason in ticket.reasons:
-            self._segments.labels(reason).inc()
+            self._segments.labels(model, reason).inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -5,11 +5,15 @@ It uses the public API like any client: raw PCM from /v1/audio/speech, played pi
 
 from __future__ import annotations
 
+from html import escape
+
 from runtime.manifest import Manifest
 from runtime.page import page, paragraph, verdict
 from runtime.server.settings import ServerSettings
+from runtime.server.sfx_speaker import SoundSpeaker
 
 _FORM = """
+<p {choice}><label>Model <select id="model">{models}</select></label></p>
 <p><label for="text">Text</label><br>
 <textarea id="text" rows="4" style="width:100%" maxlength="{max_characters}">Hello! This is a test.</textarea></p>
 <p><label>Voice <select id="voice"><option value="">the clip below</option></select></label>
@@ -25,7 +29,7 @@ _FORM = """
 
 _SCRIPT = r"""
 const $ = id => document.getElementById(id);
-const RATE = {rate};
+let RATE = 0;
 let abort = null;
 const headers = () => $("key").value ? {"Authorization": "Bearer " + $("key").value} : {};
 
@@ -57,7 +61,11 @@ function wavBlob(parts, bytes) {
 
 async function speak() {
   const body = {input: $("text").value, stream_format: "audio", response_format: "pcm", seed: Number($("seed").value)};
-  if ($("clip").files.length) body.ref_audio = await dataUrl($("clip").files[0]); else body.voice = $("voice").value;
+  const model = $("model").selectedOptions[0];
+  body.model = model.value; RATE = Number(model.dataset.rate);
+  if (!model.dataset.voices) body.voice = "default";
+  else if ($("clip").files.length) body.ref_audio = await dataUrl($("clip").files[0]);
+  else body.voice = $("voice").value;
   abort = new AbortController();
   const context = new AudioContext({sampleRate: RATE});
   const began = performance.now();
@@ -111,12 +119,19 @@ listVoices();
 """
 
 
-def player_page(manifest: Manifest, settings: ServerSettings) -> str:
-    """The page of one server."""
+def player_page(manifest: Manifest, settings: ServerSettings, sounds: SoundSpeaker | None = None) -> str:
+    """The page of one server; with a choice of the model when it serves two."""
+    models = _option(settings.model_names[0], manifest.codec.sample_rate_hz, "yes")
+    if sounds is not None:
+        models += _option(sounds.model_names[0], sounds.sample_rate_hz, "")
     form = _FORM.format(
-        max_characters=settings.max_characters, seed=settings.default_seed, keys="" if settings.api_keys else "hidden"
-    )
-    script = _SCRIPT.replace("{rate}", str(manifest.codec.sample_rate_hz))
+        models=models, choice="" if sounds else "hidden",
+        max_characters=settings.max_characters, seed=settings.default_seed, keys="" if settings.api_keys else "hidden",
+    )  # fmt: skip
     notice = [verdict("warn", manifest.notice)] if manifest.notice else []
     intro = paragraph("The RTF here is the time until the last byte arrived, over the seconds of audio.")
-    return page("MOSS-TTS-Nano", *notice, form, intro, f"<script>{script}</script>")
+    return page("MOSS-TTS-Nano", *notice, form, intro, f"<script>{_SCRIPT}</script>")
+
+
+def _option(name: str, rate_hz: int, voices: str) -> str:
+    return f'<option value="{escape(name)}" data-rate="{rate_hz}" data-voices="{voices}">{escape(name)}</option>'

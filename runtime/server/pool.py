@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,15 +37,15 @@ from runtime.server.jobs import (
     Event,
     Failed,
     Finished,
-    Job,
     Piece,
     Ready,
     Request,
     Started,
+    Work,
 )
-from runtime.server.worker import WorkerSpec, run_worker
 
 LOG = logging.getLogger(__name__)
+Spec = TypeVar("Spec")
 MAX_STARTS = 3  # attempts in a row that never became ready: the cause is not chance
 WATCH_SECONDS = 0.2
 
@@ -87,13 +87,13 @@ class WorkerProcess(Protocol):
 StartWorker = Callable[[], tuple[WorkerProcess, Connection]]
 
 
-def process_starter(spec: WorkerSpec) -> StartWorker:
-    """Start real workers: a fresh interpreter each, nothing inherited but the pipe."""
+def process_starter(main: Callable[[Connection, Spec], None], spec: Spec) -> StartWorker:
+    """Start real workers: a fresh interpreter each that runs `main`, nothing inherited but the pipe."""
 
     def start() -> tuple[WorkerProcess, Connection]:
         context = get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=run_worker, args=(theirs, spec), daemon=True, name="moss-tts-worker")
+        process = context.Process(target=main, args=(theirs, spec), daemon=True, name="moss-tts-worker")
         process.start()
         theirs.close()
         return process, ours
@@ -114,7 +114,7 @@ class PoolLimits:
 class Ticket:
     """One job on its way: the pieces of its audio, in order."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Work) -> None:
         self.job = job
         self.submitted = time.monotonic()
         self.started: float | None = None
@@ -156,7 +156,7 @@ class Place:
         self._pool = pool
         self.ticket: Ticket | None = None
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: Work) -> Ticket:
         """Queue the job of this place."""
         assert self.ticket is None, "one job per place"
         self.ticket = Ticket(job)

@@ -18,7 +18,9 @@ from runtime.manifest import Manifest
 from runtime.server.app import create_app
 from runtime.server.pool import Pool, PoolLimits, process_starter
 from runtime.server.settings import ServerSettings
-from runtime.server.worker import WorkerSpec
+from runtime.server.sfx_speaker import SoundSpeaker
+from runtime.server.sfx_worker import SoundWorkerSpec, run_sound_worker
+from runtime.server.worker import WorkerSpec, run_worker
 
 KEEP_ALIVE_SECONDS = 5
 MAX_CONNECTIONS = 1024
@@ -36,11 +38,27 @@ def read_settings(given: Mapping[str, Any]) -> ServerSettings:
 
 
 def build_app(artifacts: Path, backend: BackendOptions, settings: ServerSettings) -> FastAPI:
-    """The application for one model."""
+    """The application for the speech model, and for MOSS-SoundEffect when the settings name it."""
     manifest = Manifest.load(artifacts)
     spec = WorkerSpec(artifacts, backend, settings.slots, settings.max_rows)
     limits = PoolLimits(settings.slots, settings.max_queue, settings.deadline_seconds, settings.step_timeout_seconds)
-    return create_app(settings, manifest, Pool(process_starter(spec), limits))
+    return create_app(settings, manifest, Pool(process_starter(run_worker, spec), limits), open_sounds(settings))
+
+
+def open_sounds(settings: ServerSettings) -> tuple[SoundSpeaker, Pool] | None:
+    """MOSS-SoundEffect with a worker and a queue of its own; None when no checkpoint is named."""
+    if settings.sfx_checkpoint is None and settings.sfx_codec is None:
+        return None
+    if settings.sfx_checkpoint is None or settings.sfx_codec is None:
+        raise MossError("MOSS-SoundEffect needs --sfx-checkpoint and --sfx-codec, got one of them; give both or none")
+    if shared := set(settings.sfx_model_names) & set(settings.model_names):
+        raise MossError(f"the name {min(shared)!r} stands for both models; choose others with --model-name")
+    spec = SoundWorkerSpec(
+        settings.sfx_checkpoint, settings.sfx_codec, settings.sfx_device, settings.sfx_dtype, settings.sfx_codec_device
+    )
+    limits = PoolLimits(1, settings.max_queue, settings.deadline_seconds, settings.step_timeout_seconds)
+    pool = Pool(process_starter(run_sound_worker, spec), limits)
+    return SoundSpeaker(settings, spec.checkpoint, spec.codec, pool), pool
 
 
 def run_server(artifacts: Path, backend: BackendOptions, host: str, port: int, given: Mapping[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from runtime.server.errors import ApiError
 
 Format = Literal["wav", "pcm", "flac", "mp3", "opus", "aac"]
+Schema = TypeVar("Schema", bound="SpeechRequest")
 _INT64 = 2**63
 
 
@@ -54,6 +55,11 @@ class SpeechRequest(BaseModel):
         return self
 
     @property
+    def words(self) -> str:
+        """What is to be spoken."""
+        return self.input
+
+    @property
     def voice_name(self) -> str:
         """The asked-for voice as it is compared: "" when none was named."""
         voice = self.voice.id if isinstance(self.voice, VoiceId) else self.voice
@@ -74,10 +80,10 @@ class SpeechRequest(BaseModel):
         return "sse" if self.stream or self.stream_format == "sse" else "file"
 
 
-def parse_request(body: bytes) -> SpeechRequest:
+def parse_request(body: bytes, schema: type[Schema]) -> Schema:
     """The request in a body; ApiError 400 names the first field that is wrong, never its value."""
     try:
-        return SpeechRequest.model_validate_json(body)
+        return schema.model_validate_json(body)
     except ValidationError as error:
         raise ApiError(400, *_first(error.errors(include_url=False, include_input=False))) from error
 

@@ -23,6 +23,13 @@ class ServerSettings(BaseSettings):
     default_voice: str | None = None  # a stored voice for requests that name none, or one of OpenAI's
     default_seed: int = 42  # as vLLM-Omni: requests without a seed repeat too
 
+    sfx_checkpoint: Path | None = None  # MOSS-SoundEffect as a second model, with sfx_codec
+    sfx_codec: Path | None = None
+    sfx_device: str = "cpu"
+    sfx_dtype: str | None = None  # None: as stored
+    sfx_codec_device: str = "cpu"
+    sfx_model_names: tuple[str, ...] = ("OpenMOSS-Team/MOSS-SoundEffect", "moss-soundeffect")
+
     slots: int = Field(4, ge=1, le=64)
     max_queue: int = Field(32, ge=0, le=10_000)
     max_rows: int = Field(1024, ge=128)  # prompt and frames of one segment

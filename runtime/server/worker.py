@@ -52,6 +52,21 @@ class Loaded:
 
 def run_worker(pipe: Connection, spec: WorkerSpec) -> None:
     """The main function of the process."""
+
+    def speak(emit: Callable[[Event], None]) -> None:
+        loaded = load(spec)
+        emit(Ready(loaded.model.backend_name, loaded.model.slots, loaded.model.capacity))
+        try:
+            serve(pipe, loaded, emit)
+        finally:
+            loaded.model.close()
+            loaded.codec.close()
+
+    run_guarded(pipe, speak)
+
+
+def run_guarded(pipe: Connection, work: Callable[[Callable[[Event], None]], None]) -> None:
+    """Do the work of a worker process; what ends it is told to the parent, if there still is one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to end
     lock = threading.Lock()
 
@@ -60,13 +75,7 @@ def run_worker(pipe: Connection, spec: WorkerSpec) -> None:
             pipe.send(event)
 
     try:
-        loaded = load(spec)
-        emit(Ready(loaded.model.backend_name, loaded.model.slots, loaded.model.capacity))
-        try:
-            serve(pipe, loaded, emit)
-        finally:
-            loaded.model.close()
-            loaded.codec.close()
+        work(emit)
     except MossError as error:
         emit(Broken(str(error)))
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -97,7 +97,12 @@ def _named_mismatch(directory: Path) -> Iterator[None]:
 
 def decode(codec: Codec, codes: Ints, decoding: Decoding) -> Floats:
     """Codes [F, n_vq] to a waveform [1, N]."""
-    return codec.decode(codes, UPSTREAM_CHUNK_FRAMES if decoding is Decoding.UPSTREAM else None)
+    return np.concatenate(list(decode_pieces(codec, codes, decoding)), axis=1)
+
+
+def decode_pieces(codec: Codec, codes: Ints, decoding: Decoding) -> Iterator[Floats]:
+    """The waveform of `decode` as its chunks are ready."""
+    return codec.decode_pieces(codes, UPSTREAM_CHUNK_FRAMES if decoding is Decoding.UPSTREAM else None)
 
 
 class _CanonicalTensors(Mapping[str, "torch.Tensor"]):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import GenerationError
-from runtime.sfx.codec import Decoding, decode
+from runtime.sfx.codec import Decoding, decode_pieces
 from runtime.sfx.config import read_sfx_config
 from runtime.sfx.delay import segments
 from runtime.sfx.generate import FinishReason, RowModel, Run, generate
@@ -89,9 +89,11 @@ class SoundEffects:
         max_new_tokens: int | None = None,
         decoding: Decoding = Decoding.UPSTREAM,
         on_row: Callable[[int], None] = lambda rows: None,
+        on_piece: Callable[[Floats], None] = lambda waveform: None,
     ) -> list[Sound]:
         """One sound per prompt and seed, side by side; GenerationError when one of them has no audio.
 
+        `on_row` hears of every row, `on_piece` every chunk [1, N] of the waveforms; what they raise ends the work.
         Without max_new_tokens a sound may be as long as the model card and the cache allow.
         """
         rows = [self.encoder.rows(prompt) for prompt in prompts]
@@ -100,9 +102,11 @@ class SoundEffects:
         begin = time.perf_counter()
         runs = generate(self.model, rows, sampling or SfxSampling(), seeds, max_new_tokens, on_row)
         llm_seconds = time.perf_counter() - begin
-        return [self._sound(p, r, llm_seconds, decoding) for p, r in zip(prompts, runs, strict=True)]
+        return [self._sound(p, r, llm_seconds, decoding, on_piece) for p, r in zip(prompts, runs, strict=True)]
 
-    def _sound(self, prompt: SoundPrompt, run: Run, llm_seconds: float, decoding: Decoding) -> Sound:
+    def _sound(
+        self, prompt: SoundPrompt, run: Run, llm_seconds: float, decoding: Decoding, on_piece: Callable[[Floats], None]
+    ) -> Sound:
         found = segments(run.rows, self.model.config)
         if not found.codes:
             ended = "ended" if run.finish_reason is FinishReason.END else "was cut by max_new_tokens"
@@ -111,7 +115,12 @@ class SoundEffects:
                 "audio; try another seed, or raise --max-new-tokens"
             )
         begin = time.perf_counter()
-        waveform = np.concatenate([decode(self.codec, codes, decoding) for codes in found.codes], axis=1)
+        pieces = []
+        for codes in found.codes:
+            for piece in decode_pieces(self.codec, codes, decoding):
+                on_piece(piece)
+                pieces.append(piece)
+        waveform = np.concatenate(pieces, axis=1)
         codec_seconds = time.perf_counter() - begin
         notices = []
         if run.finish_reason is FinishReason.LENGTH:

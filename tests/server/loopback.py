@@ -22,8 +22,9 @@ from runtime.backends.select import BackendOptions
 from runtime.manifest import Manifest
 from runtime.server.app import create_app
 from runtime.server.pool import Pool, PoolLimits, process_starter
+from runtime.server.run import open_sounds
 from runtime.server.settings import ServerSettings
-from runtime.server.worker import WorkerSpec
+from runtime.server.worker import WorkerSpec, run_worker
 
 TEXT = "Hello there, this is a test."
 
@@ -52,6 +53,7 @@ class Served:
     server: uvicorn.Server
     clip: bytes
     clip_url: str
+    sounds: Pool | None = None  # of MOSS-SoundEffect
 
     def client(self, **options) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30, trust_env=False, **options)
@@ -81,8 +83,9 @@ def serving(artifacts: Path, voices: Path, limits: PoolLimits | None = None, sta
     chosen = ServerSettings(voice_directory=voices, **settings)
     limits = limits or PoolLimits(chosen.slots, chosen.max_queue)
     spec = WorkerSpec(artifacts, BackendOptions(threads=1), limits.slots, chosen.max_rows)
-    pool = Pool(start_worker or process_starter(spec), limits)
-    app = create_app(chosen, Manifest.load(artifacts), pool)
+    pool = Pool(start_worker or process_starter(run_worker, spec), limits)
+    sounds = open_sounds(chosen)
+    app = create_app(chosen, Manifest.load(artifacts), pool, sounds)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # who does not read is noticed after little audio
     sock.bind(("127.0.0.1", 0))
@@ -91,7 +94,8 @@ def serving(artifacts: Path, voices: Path, limits: PoolLimits | None = None, sta
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
     clip = wav_clip()
-    served = Served(f"http://127.0.0.1:{sock.getsockname()[1]}", pool, server, clip, data_url(clip))
+    url, sound_pool = f"http://127.0.0.1:{sock.getsockname()[1]}", sounds[1] if sounds else None
+    served = Served(url, pool, server, clip, data_url(clip), sound_pool)
     try:
         wait_for(lambda: server.started)
         yield served

@@ -209,6 +209,8 @@ def test_health_ready_and_metrics_tell_what_happens(served):
         assert client.get("/health").json() == {"status": "healthy", "worker": "ready"}
         assert client.get("/ready").status_code == 200
         text = client.get("/metrics").text
-    for name in ("requests_total{status=\"200\"}", "queue_wait_seconds_sum", "first_audio_seconds_count", "rtf_bucket",
-                 "underrun_seconds_sum", "requests_running 0.0", "worker_restarts 0.0"):  # fmt: skip
+    model = 'model="OpenMOSS-Team/MOSS-TTS-Nano"'
+    for name in (f'requests_total{{{model},status="200"}}', f"queue_wait_seconds_sum{{{model}}}",
+                 f"first_audio_seconds_count{{{model}}}", "rtf_bucket", f"underrun_seconds_sum{{{model}}}",
+                 f"requests_running{{{model}}} 0.0", f"worker_restarts{{{model}}} 0.0"):  # fmt: skip
         assert f"moss_tts_{name}" in text
