@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 from runtime.errors import AudioError
 
+STANDARD_OUTPUT = Path("-")
+UNKNOWN_LENGTH = 0xFFFFFFFF  # in a WAV header: the samples go on until the file ends
 SUFFIXES = (".wav", ".flac", ".ogg")
 _MAX_DATA_BYTES = 0xFFFFFFFF - 64  # sizes in a WAV header are 32-bit
 _OGG_BLOCK = 1 << 14  # libsndfile 1.0.31 and earlier overflow the stack on large Vorbis blocks
@@ -62,38 +64,14 @@ def write_audio(
         return writer.close()
 
 
-class AudioWriter:
-    """Writes pieces [channels, n] as they come, beside the final name.
+class _Writer:
+    """Checks, mixes, clips and counts pieces [channels, n] on their way to a sink."""
 
-    `close` completes the header and moves the file there; leaving the context without it removes what was written.
-    """
+    _sink: _Sink
 
-    def __init__(
-        self,
-        path: Path,
-        sample_rate_hz: int,
-        num_channels: int,
-        sample_format: SampleFormat = SampleFormat.PCM16,
-        mono: bool = False,
-    ) -> None:
-        check_output_path(path, sample_format)
-        self._path, self._rate_hz, self._format, self._mono = path, sample_rate_hz, sample_format, mono
-        self._num_channels = num_channels
+    def __init__(self, path: Path, sample_rate_hz: int, num_channels: int, mono: bool) -> None:
+        self._path, self._rate_hz, self._num_channels, self._mono = path, sample_rate_hz, num_channels, mono
         self._num_samples = self._num_clipped = 0
-        try:
-            handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            umask = os.umask(0)
-            os.umask(umask)
-            os.fchmod(handle, 0o666 & ~umask)  # mkstemp makes 0600
-        except OSError as error:
-            raise AudioError(f"{path}: cannot write there ({error.strerror})") from error
-        self._scratch: Path | None = Path(scratch)
-        channels = 1 if mono else num_channels
-        if path.suffix.lower() == ".wav":
-            self._sink: _Sink = _WavSink(os.fdopen(handle, "w+b"), sample_rate_hz, channels, sample_format)
-        else:
-            os.close(handle)
-            self._sink = _SndfileSink(self._scratch, path.suffix.lower(), sample_rate_hz, channels, sample_format)
 
     def write(self, waveform: npt.NDArray[np.floating[Any]]) -> None:
         """Append a piece [channels, n]."""
@@ -112,6 +90,41 @@ class AudioWriter:
         except OSError as error:
             raise AudioError(f"{self._path}: writing failed ({error.strerror})") from error
 
+    def _written(self) -> Written:
+        return Written(self._path, self._num_samples, self._num_clipped, self._rate_hz)
+
+
+class AudioWriter(_Writer):
+    """Writes pieces [channels, n] as they come, beside the final name.
+
+    `close` completes the header and moves the file there; leaving the context without it removes what was written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        sample_rate_hz: int,
+        num_channels: int,
+        sample_format: SampleFormat = SampleFormat.PCM16,
+        mono: bool = False,
+    ) -> None:
+        check_output_path(path, sample_format)
+        super().__init__(path, sample_rate_hz, num_channels, mono)
+        try:
+            handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            umask = os.umask(0)
+            os.umask(umask)
+            os.fchmod(handle, 0o666 & ~umask)  # mkstemp makes 0600
+        except OSError as error:
+            raise AudioError(f"{path}: cannot write there ({error.strerror})") from error
+        self._scratch: Path | None = Path(scratch)
+        channels = 1 if mono else num_channels
+        if path.suffix.lower() == ".wav":
+            self._sink = _WavSink(os.fdopen(handle, "w+b"), sample_rate_hz, channels, sample_format)
+        else:
+            os.close(handle)
+            self._sink = _SndfileSink(self._scratch, path.suffix.lower(), sample_rate_hz, channels, sample_format)
+
     def close(self) -> Written:
         """Complete the file and move it to its name."""
         assert self._scratch is not None, "closed twice"
@@ -121,7 +134,7 @@ class AudioWriter:
         except OSError as error:
             raise AudioError(f"{self._path}: writing failed ({error.strerror})") from error
         self._scratch = None
-        return Written(self._path, self._num_samples, self._num_clipped, self._rate_hz)
+        return self._written()
 
     def __enter__(self) -> AudioWriter:
         return self
@@ -133,6 +146,57 @@ class AudioWriter:
             self._sink.close()
             self._scratch.unlink(missing_ok=True)
             self._scratch = None
+
+
+class LiveWriter(_Writer):
+    """Writes pieces where they can be heard at once: raw samples to standard output ("-"), or a WAV under its own name.
+
+    The growing WAV says that its length is unknown, which players accept, until `close` or the end of the context
+    writes the true length. Unlike every other file it is there before it is whole: that is what it is for.
+    """
+
+    def __init__(
+        self, path: Path, sample_rate_hz: int, num_channels: int, sample_format: SampleFormat, mono: bool
+    ) -> None:
+        check_live_path(path)
+        is_file = path != STANDARD_OUTPUT
+        super().__init__(path if is_file else Path("standard output"), sample_rate_hz, num_channels, mono)
+        self._closed = False
+        channels = 1 if mono else num_channels
+        try:
+            file = path.open("wb", buffering=0) if is_file else os.fdopen(os.dup(1), "wb", buffering=0)
+            self._sink = (
+                _WavSink(file, sample_rate_hz, channels, sample_format, growing=True)
+                if is_file
+                else _PcmSink(file, sample_format)
+            )
+        except OSError as error:
+            raise AudioError(f"{path}: cannot write there ({error.strerror})") from error
+
+    def close(self) -> Written:
+        """Complete the header."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._sink.close()
+            except OSError as error:
+                raise AudioError(f"{self._path}: writing failed ({error.strerror})") from error
+        return self._written()
+
+    def __enter__(self) -> LiveWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_live_path(path: Path) -> None:
+    """AudioError when a stream cannot go there."""
+    if path == STANDARD_OUTPUT:
+        return
+    if path.suffix.lower() != ".wav":
+        raise AudioError(f"{path}: a stream is written to a name that ends in .wav, or as raw samples to -")
+    check_output_path(path)
 
 
 def check_output_path(path: Path, sample_format: SampleFormat = SampleFormat.PCM16) -> None:
@@ -156,7 +220,7 @@ def to_integers(samples: npt.NDArray[np.float32], bits: int) -> npt.NDArray[np.i
 
 
 def wav_header(sample_rate_hz: int, num_channels: int, sample_format: SampleFormat, data_bytes: int) -> bytes:
-    """The 44 bytes (58 for float) before the samples; `data_bytes` 0xFFFFFFFF marks a stream of unknown length."""
+    """The 44 bytes (58 for float) before the samples; UNKNOWN_LENGTH marks a stream."""
     size = _BYTES[sample_format]
     is_float = sample_format is SampleFormat.FLOAT
     align = size * num_channels
@@ -191,11 +255,33 @@ class _Sink(Protocol):
         ...
 
 
+class _PcmSink(_Sink):
+    """Raw samples into a pipe; what the reader has not taken yet is waited for."""
+
+    def __init__(self, file: BinaryIO, sample_format: SampleFormat) -> None:
+        self._file, self._format = file, sample_format
+
+    def write(self, samples: npt.NDArray[np.float32]) -> None:
+        rest = memoryview(wav_samples(samples, self._format))
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _WavSink(_Sink):
-    def __init__(self, file: BinaryIO, sample_rate_hz: int, num_channels: int, sample_format: SampleFormat) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        sample_rate_hz: int,
+        num_channels: int,
+        sample_format: SampleFormat,
+        growing: bool = False,
+    ) -> None:
         self._file, self._rate_hz, self._channels, self._format = file, sample_rate_hz, num_channels, sample_format
         self._data_bytes = 0
-        self._file.write(wav_header(sample_rate_hz, num_channels, sample_format, 0))
+        self._file.write(wav_header(sample_rate_hz, num_channels, sample_format, UNKNOWN_LENGTH if growing else 0))
 
     def write(self, samples: npt.NDArray[np.float32]) -> None:
         data = wav_samples(samples, self._format)

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,13 +75,29 @@ def derive_seed(seed: int, segment: int, attempt: int) -> int:
     return int(np.random.SeedSequence([seed, segment, attempt]).generate_state(1, np.uint32)[0])
 
 
+class Listener(Protocol):
+    """Someone who hears the pieces as they come; runtime/live.py."""
+
+    def chunk(self) -> int:
+        """Frames that the next call of the codec should take."""
+        ...
+
+    def decoded(self, waveform: npt.NDArray[np.float32], num_frames: int, codec_seconds: float) -> None:
+        """A piece [channels, samples] of `num_frames` frames."""
+        ...
+
+
 class Narrator:
     """Speaks plans with one voice and one set of settings."""
 
     def __init__(
-        self, synthesizer: Synthesizer, voice_codes: npt.NDArray[np.int32] | None, settings: NarrationSettings
+        self,
+        synthesizer: Synthesizer,
+        voice_codes: npt.NDArray[np.int32] | None,
+        settings: NarrationSettings,
+        listener: Listener | None = None,
     ) -> None:
-        self._synthesizer, self._voice, self._settings = synthesizer, voice_codes, settings
+        self._synthesizer, self._voice, self._settings, self._listener = synthesizer, voice_codes, settings, listener
         self._made_up = synthesizer.manifest.made_up
 
     def narrate(
@@ -145,14 +162,20 @@ class Narrator:
                 stream.push(self._voice)  # a continuation sounds from where its prompt ended
 
             def decode() -> FinishReason | None:
+                start, num_frames = time.perf_counter(), len(waiting)
                 pieces.append(stream.push(np.stack(waiting)))
                 waiting.clear()
+                if self._listener is not None:
+                    self._listener.decoded(pieces[-1], num_frames, time.perf_counter() - start)
                 return watch.audio(pieces[-1])
+
+            def wanted() -> int:
+                return DECODE_FRAMES if self._listener is None else self._listener.chunk()
 
             def see(codes: npt.NDArray[np.int32]) -> FinishReason | None:
                 waiting.append(codes)
                 on_frame(len(waiting) + sum(p.shape[1] for p in pieces) // samples)
-                return watch.codes(codes) or (decode() if len(waiting) == DECODE_FRAMES else None)
+                return watch.codes(codes) or (decode() if len(waiting) >= wanted() else None)
 
             generation = generate(
                 synthesizer.frame_model, rows, seed, settings.sampling, settings.max_frames, on_frame=see

@@ -31,6 +31,7 @@ INTERRUPTED = 130  # what a shell reports after Ctrl-C
 @click.option("--voice", help="Reference clip (WAV, FLAC, OGG, MP3), or the name of a stored voice: run-om voice.")
 @click.option("--reference-text", help="What the clip says: continue it instead of cloning its voice.")
 @click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="WAV, FLAC or OGG file.")
+@click.option("--stream", is_flag=True, help="Write audio as it comes: a WAV that grows, or with --out - raw samples.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same command stopped.")
 @speak_options
 @backend_options
@@ -48,6 +49,7 @@ def say(
     out: Path,
     codes_out: Path | None,
     as_json: bool,
+    stream: bool,
     backend: BackendOptions,
     speak: dict[str, Any],
     stats: bool,
@@ -57,12 +59,16 @@ def say(
 
     Example: run-om say --artifacts artifacts/demo --text "Hello there." --voice clip.wav --out out.wav
     """
-    from runtime.audio_writer import SampleFormat, check_output_path
+    from runtime.audio_writer import STANDARD_OUTPUT, SampleFormat, check_live_path, check_output_path
+    from runtime.errors import AudioError
+    from runtime.live import narrate_live
     from runtime.narration import Narrator
     from runtime.narration_file import AudioFormat, narrate_to_file
     from runtime.progress import NarrationProgress
 
-    check_output_path(out, SampleFormat(speak["sample_format"]))
+    if stream and options["resume"]:
+        raise AudioError("--resume goes on with a file; what was streamed was heard: leave one of them out")
+    check_live_path(out) if stream else check_output_path(out, SampleFormat(speak["sample_format"]))
     _check_codes_path(codes_out)
     text = read_text(options["text"], options["text_file"])
     settings(speak, options["reference_text"])  # refuse what is impossible before anything is loaded
@@ -76,21 +82,29 @@ def say(
         )
         for note in plan.notes:
             click.echo(f"text: {note}", err=True)
-        narrator = Narrator(synthesizer, voice_codes(synthesizer, options["voice"], speaker.voices), chosen)
+        voice = voice_codes(synthesizer, options["voice"], speaker.voices)
         codec = manifest.codec
         audio = AudioFormat(
             codec.sample_rate_hz, codec.num_channels, SampleFormat(speak["sample_format"]), speak["mono"]
         )
         tokens = [len(segment.token_ids) for segment in plan.segments]
         progress = NarrationProgress(tokens, codec.samples_per_frame / codec.sample_rate_hz)
-        narration = narrate_to_file(narrator, plan, out, audio, options["resume"], progress)
+        live = None
+        if stream:
+            narration, live = narrate_live(synthesizer, voice, chosen, plan, out, audio, progress)
+        else:
+            narrator = Narrator(synthesizer, voice, chosen)
+            narration = narrate_to_file(narrator, plan, out, audio, options["resume"], progress)
         if stats:
             click.echo("\n".join(speaker.run_lines()), err=True)
         backend_name = synthesizer.frame_model.backend_name
     if codes_out is not None and narration.segments:
         _write_codes(codes_out, narration)
     figures = narration_figures(narration, backend_name, manifest)
-    click.echo(json.dumps(figures, ensure_ascii=False) if as_json else _as_text(figures))
+    if live is not None:
+        figures["stream"] = live.to_dict()
+    shown = json.dumps(figures, ensure_ascii=False) if as_json else _as_text(figures)
+    click.echo(shown, err=out == STANDARD_OUTPUT)  # standard output carries the samples
     finish(narration, out, speak["strict"])
 
 
@@ -195,6 +209,13 @@ def _as_text(f: dict[str, Any]) -> str:
         f"{f['out']}: {f['audio_seconds']} s of audio from {f['frames']} frames, ended by: {reasons or 'nothing'}",
         f"backend {f['backend']}: {rows} prompt rows, {f['frames_per_second']} frames/s, RTF {f['rtf']}",
     ]
+    if "stream" in f:
+        s = f["stream"]
+        chunks = ", ".join(f"{calls} of {frames}" for frames, calls in s["chunks"].items())
+        lines.append(
+            f"stream: first audio after {s['first_audio_ms']} ms, {s['underrun_seconds']} s of underruns, codec "
+            f"{s['codec_share']:.1%} of the time in chunks: {chunks} frames"
+        )
     if f["clipped_samples"]:
         lines.append(f"warning: {f['clipped_samples']} samples clipped")
     if f["note"]:

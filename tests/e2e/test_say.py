@@ -147,3 +147,28 @@ def test_a_batch_file(tiny_artifacts, tmp_path):
     result = CliRunner().invoke(cli, [*command, "--voice", str(VOICE), "--json"])
     assert result.exit_code == 1 and json.loads(result.stdout)["spoken"] == 2
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["one.wav", "results.jsonl", "two.wav"]
+
+
+def test_a_stream_says_what_the_file_says(tiny_artifacts, tmp_path):
+    long = "This is a sentence with several words. " * 4
+    for name, extra in (("file", []), ("stream", ["--stream", "--json"])):
+        codes = ["--codes-out", str(tmp_path / f"{name}.json"), "--max-tokens", "30"]
+        result = say(tiny_artifacts, tmp_path / f"{name}.wav", *codes, *extra, text=long)
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "file.json").read_text() == (tmp_path / "stream.json").read_text()
+    (file, rate), (stream, _) = (soundfile.read(tmp_path / f"{n}.wav", dtype="int16") for n in ("file", "stream"))
+    assert file.shape == stream.shape and rate == 48_000
+    assert np.abs(file.astype(int) - stream).max() <= 2  # chunks of other sizes round differently
+    figures = json.loads(result.stdout)
+    assert figures["stream"]["first_audio_ms"] > 0 and 0 < figures["stream"]["codec_share"] < 1
+    assert sum(int(n) * calls for n, calls in figures["stream"]["chunks"].items()) == figures["frames"]
+    assert figures["stream"]["chunks"]["1"] >= 1 and len(figures["segments"]) > 1
+
+
+def test_what_cannot_be_streamed_is_refused_before_anything_is_loaded(tmp_path):
+    for out, extra, words in (
+        ("o.flac", [], "a name that ends in .wav, or as raw samples to -"),
+        ("o.wav", ["--resume"], "--resume goes on with a file"),
+    ):
+        result = say(tmp_path / "none", tmp_path / out, "--stream", *extra)
+        assert result.exit_code == 1 and words in result.stderr and not (tmp_path / out).exists()
