@@ -93,9 +93,15 @@ class OpenSide:
 
 
 def measure_accuracy(
-    a: OpenSide, b: OpenSide, texts: Sequence[str], voice: Path | None, frames: int, limits: Limits, report: Report
+    a: OpenSide,
+    b: OpenSide,
+    texts: Sequence[str],
+    voice: Path | None,
+    frames: int,
+    limits: Limits | None,
+    report: Report,
 ) -> Accuracy:
-    """Speak every text on both sides."""
+    """Speak every text on both sides; without `limits`, those of their weights."""
     results = []
     made_up = simulated = False
     for index, text in enumerate(texts, start=1):

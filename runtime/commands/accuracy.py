@@ -54,14 +54,13 @@ def _measure(options: dict[str, Any]) -> Any:
     from runtime.accuracy import TEXTS, measure_accuracy
     from runtime.parity_floor import floor_limits, read_report
     from runtime.parity_run import open_side, parse_side
-    from runtime.parity_verdict import FLOAT32_LIMITS
 
     def report(line: str) -> None:
         click.echo(line, err=True)
 
     texts = TEXTS if options["texts"] is None else _read_texts(options["texts"])
     floor = options["floor"]
-    limits = FLOAT32_LIMITS if floor is None else floor_limits(read_report(floor), str(floor))
+    limits = None if floor is None else floor_limits(read_report(floor), str(floor))
     sides = [
         parse_side(options[f"{x}_spec"], options[f"artifacts_{x}"] or options["artifacts"], threads=options["threads"])
         for x in ("a", "b")

@@ -55,6 +55,7 @@ def precision(artifacts: Path, **options: Any) -> None:
     target = Target.parse(f"{options['target']},precision={mode.atc}")
     keep = _read_keep(options["keep_path"])
     manifest = Manifest.load(artifacts)
+    manifest.require_float32("a precision of a device")
     plans = [Plan(text, options["voice"], options["seed"], options["frames"]) for text in options["texts"]]
     recorded = [record_reference(manifest, plan, options["threads"]) for plan in plans]
     references, (reference, feeds) = [r for r, _ in recorded], recorded[0]

@@ -169,6 +169,15 @@ def test_parity_states_the_loss_of_the_same_codes(kind: str, tiny_artifacts, red
     assert next(s for s in found["stages"] if s["name"] == "waveform")["verdict"] == "EXACT"  # the codec is float32
 
 
+def test_accuracy_over_texts_takes_the_limits_of_reduced_weights(tiny_artifacts, reduced, tmp_path) -> None:
+    (tmp_path / "texts.txt").write_text("Hello there.\n", encoding="utf-8")
+    result = run(
+        run_cli, "accuracy", "--a", "ort", "--b", "ort", "--artifacts-a", tiny_artifacts,
+        "--artifacts-b", reduced["int8"], "--texts", tmp_path / "texts.txt", "--frames", 12,
+    )  # fmt: skip
+    assert result.exit_code == 0 and result.stdout.startswith("NEAR_TIE"), result.output
+
+
 def test_a_loss_beyond_what_is_allowed_is_a_divergence_although_every_stage_agrees(
     tiny_artifacts, reduced, monkeypatch
 ) -> None:
@@ -270,6 +279,7 @@ def test_everything_but_onnx_runtime_on_a_cpu_refuses_reduced_weights(reduced, t
         "operators of ONNX Runtime that CANN lacks": (convert_cli, ["check", graph]),
         "ATC needs a float32 export": (convert_cli, ["patch", graph, tmp_path / "patched.onnx"]),
         "backend torch needs float32": (run_cli, [*say, "--backend", "torch"]),
+        "a precision of a device needs float32": (run_cli, ["precision", artifacts, "--mode", "fp16"]),
         "--provider cann needs float32": (run_cli, [*say, "--backend", "ort", "--provider", "cann"]),
     }  # fmt: skip
     for expected, (cli, arguments) in commands.items():
