@@ -275,7 +275,7 @@ def test_the_parser_takes_any_json_and_quotes_none_of_it(fields, text):
     secret = "MARKER-7f3a"
     body = json.dumps({"input": text, **fields, "response_format": secret}).encode()
     with pytest.raises(ApiError) as refused:
-        parse_request(body)
+        parse_request(body, SpeechRequest)
     assert refused.value.status == 400 and secret not in str(refused.value)
 
 
@@ -283,7 +283,7 @@ def test_the_parser_takes_any_json_and_quotes_none_of_it(fields, text):
 @given(st.binary(max_size=200))
 def test_the_parser_takes_any_bytes(body):
     with pytest.raises(ApiError):
-        parse_request(body)
+        parse_request(body, SpeechRequest)
 
 
 def test_keys_are_compared_whole():
