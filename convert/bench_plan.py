@@ -5,25 +5,29 @@
 A PREDICTION from unchecked peak figures and assumed overheads, never a measurement. It says what the arithmetic and
 the number of kernels allow, and which of the two is the limit.
 
-Kernels are the nodes of the exported graph that the readiness tables place on AICore or AICPU; a LayerNormalization
-counts as one, as GE fuses its lowered form again. Two fusions are counted, which GE is expected to do on static graphs:
-a bias goes into its matrix product, and element-wise nodes in a chain with one reader become one kernel (UB fusion).
+Kernels are the nodes of the lowered graph, as ATC would get it for the target, that the readiness tables place on
+AICore or AICPU. Two fusions are counted, which GE is expected to do on static graphs: a bias goes into its matrix
+product, and element-wise nodes in a chain with one reader become one kernel (UB fusion). That GE fuses the primitives
+of a LayerNorm into one kernel again is not counted: its pass looks for the float32 form, float16 gets a safe one.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from onnx import NodeProto
+from onnx import ModelProto, NodeProto
 
 from convert.atc import Buckets
-from op_patches.graph_view import GraphView, attributes, input_name
+from convert.bench_variants import VARIANTS, export_variant
+from convert.patched_graphs import lower_graph
+from op_patches.graph_view import GraphView, attributes, input_name, skeleton
 from op_patches.readiness.folding import Folded, folded
 from op_patches.readiness.kernels import place_all
-from op_patches.readiness.loader import load_structure
 from op_patches.readiness.views import TypedGraph, bind_axes, typed_graph
 from op_patches.targets import Engine, Plugin, Target
 from runtime.errors import BenchError
@@ -31,8 +35,8 @@ from runtime.graphs import HOST_GRAPHS
 from runtime.manifest import Manifest
 
 ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Sqrt", "Tanh", "Erf", "Exp", "Neg", "Abs", "Pow", "Cast", "Where", "Min",
-               "Max", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "And", "Or", "Not", "Reciprocal",
-               "Cos", "Sin", "Sigmoid"}  # fmt: skip
+               "Max", "Clip", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "And", "Or", "Not",
+               "Reciprocal", "Cos", "Sin", "Sigmoid"}  # fmt: skip
 PER_FRAME = ("step", "frame", "step_frame")
 UP_BYTES, DOWN_BYTES = 64 + 4, 64  # per frame, plus 4 per uniform and code; docs/om-backend.md
 
@@ -95,6 +99,21 @@ class FramePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SavingPlan:
+    """One exact saving: its graph with the work that it leaves out, and without."""
+
+    saving: str
+    graph: str
+    axes: dict[str, int]
+    kernels_before: int
+    kernels: int
+    gflop_before: float
+    gflop: float
+    predicted_ms_before: float
+    predicted_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class SpeedPlan:
     """The whole prediction."""
 
@@ -102,6 +121,7 @@ class SpeedPlan:
     graphs: tuple[GraphPlan, ...]
     frames: tuple[FramePlan, ...]
     assumptions: tuple[str, ...]
+    savings: tuple[SavingPlan, ...] = ()
     prediction: bool = field(default=True)  # for whoever reads the JSON: nothing here was measured
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,23 +130,52 @@ class SpeedPlan:
         return {**asdict(self), "frames": frames}
 
 
-def plan_speed(manifest: Manifest, target: Target, buckets: Buckets | None = None) -> SpeedPlan:
-    """Every exported graph at every size that it is compiled for."""
+def plan_speed(
+    manifest: Manifest, target: Target, buckets: Buckets | None = None, with_savings: bool = False
+) -> SpeedPlan:
+    """Every graph at every size that it is compiled for, lowered for the target as `convert-moss build` does it."""
     if target.family not in DEVICES or target.soc not in ("Ascend910B4", "Ascend310P3"):
         raise BenchError(f"no cost model for {target.soc}; there is one for 910B4 and one for 310P3")
     device = DEVICES[target.family]
-    graphs = []
-    for graph in manifest.graphs.values():
-        if graph.spec.name not in ("codec_decode", *HOST_GRAPHS):  # nothing runs codec_decode in production
-            for axes in (buckets or Buckets()).bindings(graph.spec, manifest.codec):
-                graphs.append(_plan_graph(manifest, graph.spec.name, axes, target, device))
-    return SpeedPlan(str(target), tuple(graphs), tuple(_frames(manifest, graphs, device)), _assumptions(device, target))
+    buckets = buckets or Buckets()
+    graphs: list[GraphPlan] = []
+    for name in manifest.graphs:
+        if name not in ("codec_decode", *HOST_GRAPHS):  # nothing runs codec_decode in production
+            graphs += _plan_sizes(manifest, name, target, device, buckets)
+    savings = _plan_savings(manifest, graphs, target, device, buckets) if with_savings else []
+    frames = _frames(manifest, graphs, device)
+    return SpeedPlan(str(target), tuple(graphs), tuple(frames), _assumptions(device, target), tuple(savings))
 
 
-def _plan_graph(manifest: Manifest, name: str, axes: Mapping[str, int], target: Target, device: Device) -> GraphPlan:
-    """Bind, place; then add up."""
+def _plan_sizes(manifest: Manifest, name: str, target: Target, device: Device, buckets: Buckets) -> list[GraphPlan]:
+    lowered, _ = lower_graph(manifest, name, target, buckets.batch)
+    bindings = buckets.bindings(manifest.graph(name).spec, manifest.codec)
+    return [_plan_graph(manifest, name, skeleton(lowered), axes, target, device) for axes in bindings]
+
+
+def _plan_savings(
+    manifest: Manifest, graphs: Sequence[GraphPlan], target: Target, device: Device, buckets: Buckets
+) -> list[SavingPlan]:
+    """Each saving at the largest size of its graph."""
+    savings = []
+    with tempfile.TemporaryDirectory(prefix=".bench-plan-", dir=manifest.directory) as scratch:  # hard links
+        for name, variant in VARIANTS.items():
+            if variant.graph in manifest.graphs:
+                changed = export_variant(manifest, name, Path(scratch) / name)
+                before = _plan_sizes(changed, variant.graph, target, device, buckets)[-1]
+                ours = next(g for g in graphs if (g.graph, g.axes) == (variant.graph, before.axes))
+                savings.append(SavingPlan(
+                    variant.saving, variant.graph, before.axes, before.kernels, ours.kernels, before.flops / 1e9,
+                    ours.flops / 1e9, before.predicted_ms, ours.predicted_ms,
+                ))  # fmt: skip
+    return savings
+
+
+def _plan_graph(
+    manifest: Manifest, name: str, model: ModelProto, axes: Mapping[str, int], target: Target, device: Device
+) -> GraphPlan:
+    """Bind the lowered `model`, place its nodes; then add up."""
     graph = manifest.graph(name)
-    model = load_structure(manifest.path(graph.file))
     bind_axes(model, {t.name: t.bound_shape for t in graph.spec.bind(**axes).inputs})
     typed = typed_graph(model, target)
     launched = [
@@ -265,7 +314,8 @@ def _assumptions(device: Device, target: Target) -> tuple[str, ...]:
         f"one execute or copy from the host {device.launch_seconds * 1e6:.0f} us: assumed, not published",
         f"a weight below {device.cache_bytes >> 20} MiB that is used again in one launch comes from the chip's cache",
         "the cost of copying the new rows into the cache and the codes into the next row is one copy",
-        "fused: bias into its matrix product; element-wise chains with one reader",
+        "graphs as lowered for this target; fused: bias into its matrix product, element-wise chains with one reader; "
+        "a LayerNorm of primitives is not counted as fused",
         f"float values take {'2' if target.half_precision else '4'} bytes in every kernel",
     )
 
@@ -289,5 +339,13 @@ def as_text(plan: SpeedPlan) -> str:
         lines.append(
             f"one frame by {f.name}: {f.launches} launch(es), {f.kernels} kernels, {f.bytes_up} bytes up, "
             f"{f.bytes_down} down, {f.predicted_ms:.2f} ms, {f.frames_per_second:.0f} frames/s (real time is 12.5)"
+        )
+    if plan.savings:
+        lines += ["", "each exact saving taken back, alone (before -> with it):"]
+    for s in plan.savings:
+        axes = " ".join(f"{k}={v}" for k, v in s.axes.items() if k in "TCF")
+        lines.append(
+            f"{s.saving}: {s.graph} {axes}: {s.kernels_before} -> {s.kernels} kernels, {s.gflop_before:.2f} -> "
+            f"{s.gflop:.2f} GFLOP, {s.predicted_ms_before:.2f} -> {s.predicted_ms:.2f} ms"
         )
     return "\n".join([*lines, "", "assumptions:", *(f"- {line}" for line in plan.assumptions)])

@@ -48,11 +48,8 @@ def patch_graph(manifest: Manifest, graph: str, target: Target, batch: int = 1) 
     A target that needs the batch as a number gets it, and the patched file is for that batch only.
     """
     exported = manifest.graph(graph)
-    source = manifest.path(exported.file)
+    model, report = lower_graph(manifest, graph, target, batch)
     axes = {"B": batch} if target.needs_static_batch else {}
-    shapes = {t.name: [d if isinstance(d, int) else axes.get(d, -1) for d in t.shape] for t in exported.spec.inputs}
-    given = onnx.load(str(source), load_external_data=False)
-    model, report = apply_lowerings(given, target, input_shapes=shapes if axes else None)
     key = f"{target.soc}-{target.cann}-{target.precision}"
     lowered = {rule.rule: rule.count for rule in report.rules if rule.count}
     file, differences = exported.file, dict[str, float]()
@@ -74,6 +71,17 @@ def patch_graph(manifest: Manifest, graph: str, target: Target, batch: int = 1) 
         lowered=lowered,
         report=report_file,
     )
+
+
+def lower_graph(
+    manifest: Manifest, graph: str, target: Target, batch: int = 1
+) -> tuple[onnx.ModelProto, LoweringReport]:
+    """The graph that ATC would get for a target, and what was lowered; nothing is written."""
+    exported = manifest.graph(graph)
+    axes = {"B": batch} if target.needs_static_batch else {}
+    shapes = {t.name: [d if isinstance(d, int) else axes.get(d, -1) for d in t.shape] for t in exported.spec.inputs}
+    given = onnx.load(str(manifest.path(exported.file)), load_external_data=False)
+    return apply_lowerings(given, target, input_shapes=shapes if axes else None)
 
 
 def _recorded_batch(target: Target, batch: int) -> dict[str, str]:

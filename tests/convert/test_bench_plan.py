@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
 from convert.bench_plan import as_text, plan_speed
+from convert.bench_variants import VARIANTS
+from convert.patched_graphs import lower_graph
 from op_patches.targets import Target
+from runtime.cli import cli
 from runtime.errors import BenchError
 from runtime.manifest import Manifest
 
@@ -18,6 +22,30 @@ def test_the_plan_is_labelled_and_counts_what_a_frame_moves(tiny_artifacts):
     assert (one.launches, two.launches) == (1, 2) and (one.bytes_up, one.bytes_down) == (136, 128)
     for graph in plan.graphs:
         assert 0 < graph.kernels < graph.kernels_before_fusion <= graph.nodes
+
+
+@pytest.mark.parametrize("soc", ["910B4", "310P3"])
+def test_the_plan_counts_the_nodes_that_atc_would_get(tiny_artifacts, soc):
+    manifest, target = Manifest.load(tiny_artifacts), Target.parse(f"{soc},precision=fp16")
+    planned = {graph.graph: graph.nodes for graph in plan_speed(manifest, target).graphs}
+    lowered, report = lower_graph(manifest, "step_frame", target)
+    assert planned["step_frame"] == len(lowered.graph.node) > manifest.graph("step_frame").num_nodes
+    assert {rule.rule for rule in report.rules if rule.count} >= {"layer_norm", "gelu_pattern"}
+
+
+def test_each_exact_saving_never_adds_kernels_and_work_together(tiny_artifacts):
+    before = sorted(tiny_artifacts.iterdir())
+    plan = plan_speed(Manifest.load(tiny_artifacts), Target.parse("910B4,precision=fp16"), with_savings=True)
+    assert {s.saving for s in plan.savings} == {v.saving for v in VARIANTS.values()}
+    for saving in plan.savings:
+        assert saving.kernels < saving.kernels_before or saving.gflop < saving.gflop_before, saving
+        assert f"{saving.kernels_before} -> {saving.kernels} kernels" in as_text(plan)
+    assert sorted(tiny_artifacts.iterdir()) == before  # the variants leave nothing behind
+
+
+def test_run_om_bench_names_the_command_that_predicts():
+    result = CliRunner().invoke(cli, ["bench", "--plan", "--target", "910B4"])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "convert-moss bench-plan" in result.stderr
 
 
 def test_a_chip_without_a_cost_model_is_refused(tiny_artifacts):
