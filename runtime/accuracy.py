@@ -18,6 +18,7 @@ from runtime.parity import compare, plain_numbers
 from runtime.parity_record import Plan, record
 from runtime.parity_verdict import Limits, Verdict, worst
 from runtime.synthesizer import Synthesizer
+from runtime.voices import VoiceStore
 
 FORMAT = "moss-accuracy-1"
 # English, Chinese, both in one, numbers, dates, money, punctuation of both scripts, a question, capitals, one word.
@@ -87,9 +88,10 @@ class OpenSide:
     """A side that is ready to speak."""
 
     manifest: Manifest
-    backend: Backend
+    backend: Backend | None  # None: a published package on its own graphs
     synthesizer: Synthesizer
     fused: bool = True
+    voices: VoiceStore | None = None  # where the name of a voice is looked up, when not in the store
 
 
 def measure_accuracy(

@@ -1,7 +1,8 @@
 """The codec's latents, where a backend can give them: the value between the dequantizer and the first decoder stage.
 
 No graph outputs them. PyTorch has the module; for ONNX Runtime the part of codec_stream that computes them is cut out
-(with the onnx package). A compiled .om cannot be opened: there the stage is not measured.
+(with the onnx package). A compiled .om cannot be opened, a published package (no backend) does not name the value:
+there the stage is not measured.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from runtime.manifest import Manifest
 LATENTS = "codec_dequantizer/latents"  # the value's name in codec_stream.onnx, from its label in the module
 
 
-def codec_latents(manifest: Manifest, backend: Backend, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.float32] | None:
+def codec_latents(
+    manifest: Manifest, backend: Backend | None, codes: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float32] | None:
     """Latents [F, latent_size] of codes [F, n_vq]; None where the backend cannot give them."""
+    if backend is None:
+        return None
     padded = np.full((1, manifest.codec.n_vq, len(codes)), manifest.codec.codebook_size, np.int32)
     padded[0, : codes.shape[1]] = codes.T
     if isinstance(backend, TorchBackend):

@@ -26,8 +26,10 @@ from runtime.errors import MossError, ParityError
 from runtime.frame_model import CacheReader, Frame, FrameModel
 from runtime.manifest import FLOAT32, Manifest, write_atomically
 from runtime.parity_latents import codec_latents
+from runtime.prompt import Template
 from runtime.sampling import SamplingParams, draw_uniforms
 from runtime.synthesizer import Request, Synthesizer
+from runtime.voices import VoiceStore, codec_id, find_voice
 from runtime.weights import WEIGHTS_NAME
 
 FORMAT_VERSION = 1
@@ -49,6 +51,12 @@ class Plan:
     seed: int = 0
     frames: int = DEFAULT_FRAMES
     sampling: SamplingParams = field(default_factory=SamplingParams)  # of the seeded run
+    stored_voice: str | None = None  # a name in the voice store instead of a clip: the same codes on both sides
+
+    @property
+    def voice_text(self) -> str:
+        """For people."""
+        return self.stored_voice or str(self.voice or "none")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,17 +123,26 @@ class Recording:
     failures: dict[str, str] = field(default_factory=dict)  # stage -> message
     notes: tuple[str, ...] = ()
 
+    @property
+    def template(self) -> Template:
+        """Whose prompt was built."""
+        return Template(self.identity.template)
+
 
 def record(
     synthesizer: Synthesizer,
-    backend: Backend,
+    backend: Backend | None,
     plan: Plan,
     replay_of: Recording | None = None,
     fused: bool = True,
     traces: tuple[str, ...] = TRACES,
+    voices: VoiceStore | None = None,
 ) -> Recording:
-    """Run one side. With `replay_of` the replay is fed what that recording was fed."""
-    reference = synthesizer.read_voice(plan.voice)[1] if plan.voice is not None else None
+    """Run one side; `backend` is None for a published package, which runs its own graphs.
+
+    With `replay_of` the replay is fed what that recording was fed. `voices` are looked up for a stored voice.
+    """
+    reference = _reference(synthesizer, plan, replay_of, voices or VoiceStore())
     rows = synthesizer.rows(Request(plan.text, reference))
     model = synthesizer.frame_model
     if replay_of is not None and replay_of.rows.shape[1:] != rows.shape[1:]:
@@ -174,6 +191,16 @@ def record(
     )
 
 
+def _reference(synthesizer: Synthesizer, plan: Plan, replay_of: Recording | None, voices: VoiceStore) -> Ints | None:
+    """Each side encodes a clip; the codes of a stored voice are those that the first side found."""
+    if plan.stored_voice is None:
+        return synthesizer.read_voice(plan.voice)[1] if plan.voice is not None else None
+    if replay_of is not None and replay_of.plan.stored_voice == plan.stored_voice:
+        return replay_of.reference_codes
+    codec, manifest = synthesizer.codec, synthesizer.manifest
+    return find_voice(plan.stored_voice, voices, codec, codec_id(manifest)).codes[:, : manifest.model.n_vq]
+
+
 def _check_codes(codes: Ints, manifest: Manifest) -> None:
     """Codes that another side chose are fed to this one: numbers that are no codes would read foreign memory."""
     largest = max(manifest.model.codebook_size - 1, manifest.model.audio_pad_id)
@@ -210,7 +237,7 @@ def run_frames(
     return Trace.of(frames)
 
 
-def identify(synthesizer: Synthesizer, backend: Backend, fused: bool) -> Identity:
+def identify(synthesizer: Synthesizer, backend: Backend | None, fused: bool) -> Identity:
     """The identity of a side, from its manifest and from what is installed."""
     manifest = synthesizer.manifest
     return Identity(
@@ -219,7 +246,7 @@ def identify(synthesizer: Synthesizer, backend: Backend, fused: bool) -> Identit
         directory=str(manifest.directory),
         made_up=manifest.made_up,
         graphs=_graph_hashes(manifest, backend),
-        weights=manifest.data_files.get(WEIGHTS_NAME, ""),
+        weights=manifest.data_files.get(WEIGHTS_NAME, ""),  # a package has none of that form: unknown
         tokenizer=next((sha for name, sha in manifest.data_files.items() if "token" in name), ""),
         template=synthesizer.prompt.template.value,
         capacity=synthesizer.frame_model.capacity,
@@ -235,7 +262,9 @@ def identify(synthesizer: Synthesizer, backend: Backend, fused: bool) -> Identit
     )
 
 
-def _graph_hashes(manifest: Manifest, backend: Backend) -> dict[str, str]:
+def _graph_hashes(manifest: Manifest, backend: Backend | None) -> dict[str, str]:
+    if backend is None:
+        return {name: sha256 for name, sha256 in manifest.data_files.items() if name.endswith((".onnx", ".data"))}
     opened = [line for line in getattr(backend, "opened", []) if isinstance(line, str)]
     hashes = {name: graph.sha256 for name, graph in manifest.graphs.items()}
     for build in manifest.builds:
@@ -244,7 +273,7 @@ def _graph_hashes(manifest: Manifest, backend: Backend) -> dict[str, str]:
     return hashes
 
 
-def _om_versions(backend: Backend) -> dict[str, str]:
+def _om_versions(backend: Backend | None) -> dict[str, str]:
     device = getattr(backend, "device", None)
     if getattr(device, "soc", None) is None:
         return {}
@@ -303,7 +332,7 @@ def load(directory: Path) -> Recording:
         raise ParityError(f"{directory}: recording version {version!r}, expected {FORMAT_VERSION}; record again")
     try:
         return _assemble(data, arrays)
-    except (KeyError, TypeError, AttributeError, MossError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, MossError) as error:
         raise ParityError(f"{directory}: the recording is damaged ({type(error).__name__}: {error})") from error
 
 
@@ -312,8 +341,10 @@ def _assemble(data: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -
     plan["voice"] = Path(plan["voice"]) if plan["voice"] else None
     plan["sampling"] = SamplingParams(**plan["sampling"])
     given: dict[str, Any] = {name: arrays[name] for name in _ARRAYS if name in arrays}
+    identity = Identity(**data["identity"])
+    Template(identity.template)  # ValueError when there is none of that name
     return Recording(
-        identity=Identity(**data["identity"]),
+        identity=identity,
         plan=Plan(**plan),
         sample_rate_hz=data["sample_rate_hz"],
         traces={mode: _trace(mode, arrays) for mode in TRACES if f"{mode}.codes" in arrays},

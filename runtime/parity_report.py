@@ -188,7 +188,7 @@ def to_html(
     )
     rows = [["–" if cell is None else cell for cell in row] for row in stage_rows(parity)]
     plan = parity.plan
-    asked = f"“{plan.text}”, voice {plan.voice or 'none'}, seed {plan.seed}, at most {plan.frames} frames."
+    asked = f"“{plan.text}”, voice {plan.voice_text}, seed {plan.seed}, at most {plan.frames} frames."
     parts += [
         page.section("Stages, from text to waveform", _scrolling(page.table(STAGE_HEADERS, rows)),
                      page.paragraph(limits)),

@@ -185,6 +185,8 @@ def _reference_stage(a: Recording, b: Recording, limits: Limits) -> Stage:
     name = "reference codes"
     if a.reference_codes is None and b.reference_codes is None:
         return Stage(name, Verdict.NOT_MEASURED, "no voice was given")
+    if a.plan.stored_voice is not None and a.plan.stored_voice == b.plan.stored_voice:
+        return Stage(name, Verdict.NOT_MEASURED, f"{a.plan.stored_voice} is a stored voice: no side encoded a clip")
     stage = integer_stage(name, a.reference_codes, b.reference_codes)
     if stage.verdict is Verdict.EXACT:
         return dataclasses.replace(stage, share=1.0)

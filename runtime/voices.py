@@ -87,11 +87,16 @@ def encode_clip(
     return Voice(name, codes, path.name, sha256_of(path), codec_id, round(clip.seconds, 3), text, clip.notes)
 
 
+def is_voice_name(voice: str) -> bool:
+    """Whether `--voice` names a stored voice. A name with a dot or a slash is a file, always."""
+    return _NAME.fullmatch(unicodedata.normalize("NFC", voice)) is not None
+
+
 def find_voice(
     voice: str, store: VoiceStore, encoder: ClipEncoder, codec_id: str, rules: ClipRules | None = None
 ) -> Voice:
-    """The voice that `--voice` names: a stored one, or a clip. A name with a dot or a slash is a file, always."""
-    if _NAME.fullmatch(unicodedata.normalize("NFC", voice)):
+    """The voice that `--voice` names: a stored one, or a clip."""
+    if is_voice_name(voice):
         found = store.load(voice)
         if found.codec_id != codec_id:
             raise AudioError(

@@ -87,3 +87,17 @@ def tiny_artifacts(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
     model, codec = write_fixture(root / "checkpoint", size="tiny", seed=0)
     return export_artifacts(model, codec, root / "artifacts").directory
+
+
+@pytest.fixture(scope="session")
+def tiny_package(tiny_artifacts, tmp_path_factory):
+    """The checkpoint of `tiny_artifacts` as convert-moss write-package writes it; shared like the artifacts."""
+    from click.testing import CliRunner
+
+    from convert.cli import cli
+
+    root = tmp_path_factory.mktemp("tiny_package")
+    model, codec = (str(tiny_artifacts.parent / "checkpoint" / part) for part in ("model", "codec"))
+    written = CliRunner().invoke(cli, ["write-package", model, "--codec", codec, "--out", str(root)])
+    assert written.exit_code == 0, written.output
+    return root

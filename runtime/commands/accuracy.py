@@ -53,7 +53,7 @@ def accuracy(out: Path | None, as_json: bool, **options: Any) -> None:
 def _measure(options: dict[str, Any]) -> Any:
     from runtime.accuracy import TEXTS, measure_accuracy
     from runtime.parity_floor import floor_limits, read_report
-    from runtime.parity_run import open_side, parse_side
+    from runtime.parity_run import open_side, parse_side, shared_template
 
     def report(line: str) -> None:
         click.echo(line, err=True)
@@ -65,7 +65,8 @@ def _measure(options: dict[str, Any]) -> Any:
         parse_side(options[f"{x}_spec"], options[f"artifacts_{x}"] or options["artifacts"], threads=options["threads"])
         for x in ("a", "b")
     ]
-    with open_side(sides[0], report) as a, open_side(sides[1], report) as b:
+    template = shared_template(*sides)
+    with open_side(sides[0], report, template) as a, open_side(sides[1], report, template) as b:
         return measure_accuracy(a, b, texts, options["voice"], options["frames"], limits, report)
 
 

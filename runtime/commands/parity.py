@@ -29,7 +29,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--precision-a", help="Which om builds, when several are there (origin, fp16, …).")
 @click.option("--precision-b")
 @click.option("--text", help="What to speak; a recording brings its own.")
-@click.option("--voice", type=_FILE, help="Reference clip; each side encodes it.")
+@click.option("--voice", help="Reference clip, which each side encodes, or the name of a stored voice: run-om voice.")
 @click.option("--seed", default=0, show_default=True, help="Of the seeded run.")
 @click.option(
     "--frames", default=DEFAULT_FRAMES, show_default=True, type=click.IntRange(1), help="At most; 80 ms each."
@@ -67,10 +67,14 @@ def _side(options: dict[str, Any], which: str) -> Any:
 
 def _plan(options: dict[str, Any]) -> Any:
     from runtime.parity_record import Plan
+    from runtime.voices import is_voice_name
 
-    if options["text"] is None and options["voice"] is None:
+    text, voice = options["text"], options["voice"]
+    if text is None and voice is None:
         return None
-    return Plan(options["text"] or "", options["voice"], options["seed"], options["frames"])
+    stored = voice if voice is not None and is_voice_name(voice) else None
+    clip = Path(voice) if voice is not None and stored is None else None
+    return Plan(text or "", clip, options["seed"], options["frames"], stored_voice=stored)
 
 
 def _progress(line: str) -> None:
@@ -80,14 +84,15 @@ def _progress(line: str) -> None:
 def _record(options: dict[str, Any]) -> int:
     from runtime.errors import ParityError
     from runtime.parity_record import save
-    from runtime.parity_run import run_side
+    from runtime.parity_run import run_side, shared_template
 
     if options["b_spec"] is not None:
         raise ParityError("--record stores one side: give --a and leave --b out")
     plan = _plan(options)
     if plan is None or not plan.text:
         raise ParityError("nothing says what to speak: give --text")
-    recording, _ = run_side(_side(options, "a"), plan, None, _progress)
+    side = _side(options, "a")
+    recording, _ = run_side(side, plan, None, _progress, template=shared_template(side))
     save(recording, options["record"])
     path = options["record"]
     click.echo(f"{path}: recorded on {recording.identity.backend}; to compare: run-om parity --a {path} --b …")

@@ -11,8 +11,6 @@ import pytest
 from click.testing import CliRunner
 from onnx import numpy_helper
 
-from convert.cli import cli as convert_cli
-from convert.fixture import write_fixture
 from runtime.backends.select import BackendOptions
 from runtime.bench import BenchProtocol
 from runtime.bench_baseline import OURS, QUIET, STOCK, measure_baseline
@@ -24,20 +22,11 @@ from runtime.manifest import Manifest
 PROTOCOL = BenchProtocol(prompt_rows=21, frames=6, repeat=1, encode_seconds=0.5)
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of `tiny_artifacts`, in the published form."""
-    root = tmp_path_factory.mktemp("package")
-    model, codec = write_fixture(root / "checkpoint", size="tiny", seed=0)
-    written = CliRunner().invoke(convert_cli, ["write-package", str(model), "--codec", str(codec), "--out", str(root)])
-    assert written.exit_code == 0, written.output
-    return Path(written.stdout.strip())
-
-
-def test_both_loops_say_the_same_and_every_figure_has_a_ratio(tiny_artifacts: Path, package: Path, tmp_path: Path):
+def test_both_loops_say_the_same_and_every_figure_has_a_ratio(tiny_artifacts: Path, tiny_package: Path, tmp_path: Path):
     protocol, out = tmp_path / "protocol.json", tmp_path / "side_by_side.json"
     protocol.write_text(json.dumps({"prompt_rows": 21, "frames": 6, "repeat": 1, "encode_seconds": 0.5}))
-    command = ["bench", tiny_artifacts, "--baseline", package, "--threads", 1, "--protocol", protocol, "--out", out]
+    command = ["bench", tiny_artifacts, "--baseline", tiny_package, "--threads", 1]
+    command += ["--protocol", protocol, "--out", out]
     result = CliRunner().invoke(cli, [str(part) for part in command])
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())
@@ -56,9 +45,9 @@ def test_both_loops_say_the_same_and_every_figure_has_a_ratio(tiny_artifacts: Pa
     assert "the same codes" in out.with_suffix(".html").read_text()
 
 
-def test_other_weights_are_called_so(tiny_artifacts: Path, package: Path, tmp_path: Path):
-    other = Path(shutil.copytree(package.parent, tmp_path / "other")) / package.name
-    file = other / "moss_tts_prefill.onnx"
+def test_other_weights_are_called_so(tiny_artifacts: Path, tiny_package: Path, tmp_path: Path):
+    other = Path(shutil.copytree(tiny_package, tmp_path / "other"))
+    file = next(other.glob("*/moss_tts_prefill.onnx"))
     model = onnx.load(file)
     bias = next(t for t in model.graph.initializer if list(t.dims) == [t.dims[0]] and t.dims[0] > 16)
     bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + 3, bias.name))
@@ -74,15 +63,17 @@ def test_other_weights_are_called_so(tiny_artifacts: Path, package: Path, tmp_pa
         ("browser_poc_manifest.json", "official loop: .*browser_poc_manifest.json"),
     ],
 )
-def test_a_side_that_cannot_load_is_named(tiny_artifacts: Path, package: Path, tmp_path: Path, lost: str, words: str):
-    broken = Path(shutil.copytree(package.parent, tmp_path / "broken")) / package.name
-    (broken / lost).unlink()
+def test_a_side_that_cannot_load_is_named(
+    tiny_artifacts: Path, tiny_package: Path, tmp_path: Path, lost: str, words: str
+):
+    broken = Path(shutil.copytree(tiny_package, tmp_path / "broken"))
+    next(broken.glob(f"*/{lost}")).unlink()
     with pytest.raises(BenchError, match=words):
         measure_baseline(Manifest.load(tiny_artifacts), broken, BackendOptions(threads=1), PROTOCOL)
 
 
-def test_the_baseline_belongs_to_onnx_runtime(tiny_artifacts: Path, package: Path):
-    command = ["bench", str(tiny_artifacts), "--baseline", str(package), "--backend", "torch"]
+def test_the_baseline_belongs_to_onnx_runtime(tiny_artifacts: Path, tiny_package: Path):
+    command = ["bench", str(tiny_artifacts), "--baseline", str(tiny_package), "--backend", "torch"]
     result = CliRunner().invoke(cli, command)
     assert result.exit_code == 1
     assert "--baseline compares loops on ONNX Runtime and the CPU, not on torch" in result.stderr
