@@ -65,6 +65,7 @@ def create_app(
         await asyncio.gather(*(each.stop() for each in pools.values()))
 
     app = FastAPI(title="MOSS-TTS-Nano", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.pools = tuple(pools.values())
     _handle_errors(app, speech, metrics)
     names = settings.model_names
     if sounds is None:
@@ -92,15 +93,17 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = f"speech-{uuid.uuid4().hex}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        named = "request_id" in state  # by what stands before this application, which then tells the client too
+        request_id = state.setdefault("request_id", f"speech-{uuid.uuid4().hex}")
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if not named:
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
