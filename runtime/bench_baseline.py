@@ -202,7 +202,7 @@ def _serve(pipe: Connection, side: Side, rows: Ints, protocol: BenchProtocol) ->
     """The process of one side: load, then one repeat of what is asked for until the parent ends it."""
     try:
         start = time.perf_counter()
-        model, codec = _open(side)
+        model, codec = open_side(side)
         pipe.send(time.perf_counter() - start)
         tasks: dict[str, Callable[[], Any]] = {
             _LLM: lambda: _speak(model, rows, protocol),
@@ -217,7 +217,7 @@ def _serve(pipe: Connection, side: Side, rows: Ints, protocol: BenchProtocol) ->
         pass  # the parent is gone
 
 
-def _open(side: Side) -> tuple[FrameModel, SpeechCodec]:
+def open_side(side: Side) -> tuple[FrameModel, SpeechCodec]:
     """Every session that speaking needs; of a package every session that the official runtime opens."""
     if side.name != OURS:
         from runtime.onnx_package import open_package

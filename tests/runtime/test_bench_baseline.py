@@ -13,7 +13,7 @@ from onnx import numpy_helper
 
 from runtime.backends.select import BackendOptions
 from runtime.bench import BenchProtocol
-from runtime.bench_baseline import OURS, QUIET, STOCK, measure_baseline
+from runtime.bench_baseline import OURS, QUIET, STOCK, Side, measure_baseline, open_side
 from runtime.bench_baseline_report import as_html, as_text
 from runtime.cli import cli
 from runtime.errors import BenchError
@@ -77,3 +77,17 @@ def test_the_baseline_belongs_to_onnx_runtime(tiny_artifacts: Path, tiny_package
     result = CliRunner().invoke(cli, command)
     assert result.exit_code == 1
     assert "--baseline compares loops on ONNX Runtime and the CPU, not on torch" in result.stderr
+
+
+@pytest.mark.parametrize("spinning", [True, False])
+def test_every_session_of_the_official_loop_spins_or_does_not(tiny_package: Path, spinning: bool):
+    model, codec = open_side(Side(STOCK, tiny_package, BackendOptions(threads=2), spinning=spinning))
+    sessions = [*model._sessions.values(), *codec._sessions.values()]
+    assert len(sessions) == 8
+    for session in sessions:
+        options = session._session.get_session_options()
+        assert options.get_session_config_entry("session.intra_op.allow_spinning") == str(int(spinning))
+        assert options.intra_op_num_threads == 2
+        assert options.graph_optimization_level.name == "ORT_ENABLE_ALL"
+    model.close()
+    codec.close()
