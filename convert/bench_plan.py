@@ -33,6 +33,7 @@ from op_patches.targets import Engine, Plugin, Target
 from runtime.errors import BenchError
 from runtime.graphs import HOST_GRAPHS
 from runtime.manifest import Manifest
+from runtime.spec import GraphSpec
 
 ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Sqrt", "Tanh", "Erf", "Exp", "Neg", "Abs", "Pow", "Cast", "Where", "Min",
                "Max", "Clip", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "And", "Or", "Not",
@@ -78,6 +79,8 @@ class GraphPlan:
     flops: float
     weight_bytes: float  # read from device memory
     activation_bytes: float  # cache and inputs included
+    bytes_up: int | None  # from the host per launch; None: a part of a frame, see FramePlan
+    bytes_down: int | None
     predicted_ms: float
     of_it_overhead_ms: float  # kernels that are too small to fill their shortest time
 
@@ -150,7 +153,7 @@ def plan_speed(
 def _plan_sizes(manifest: Manifest, name: str, target: Target, device: Device, buckets: Buckets) -> list[GraphPlan]:
     lowered, _ = lower_graph(manifest, name, target, buckets.batch)
     bindings = buckets.bindings(manifest.graph(name).spec, manifest.codec)
-    return [_plan_graph(manifest, name, skeleton(lowered), axes, target, device) for axes in bindings]
+    return [_plan_graph(manifest, name, skeleton(lowered), axes, target, device, buckets.capacity) for axes in bindings]
 
 
 def _plan_savings(
@@ -158,7 +161,14 @@ def _plan_savings(
 ) -> list[SavingPlan]:
     """Each saving at the largest size of its graph."""
     savings = []
-    with tempfile.TemporaryDirectory(prefix=".bench-plan-", dir=manifest.directory) as scratch:  # hard links
+    try:
+        scratch_of = tempfile.TemporaryDirectory(prefix=".bench-plan-", dir=manifest.directory)  # for hard links
+    except OSError as error:
+        raise BenchError(
+            f"{manifest.directory}: cannot write the variants there ({error.strerror}); copy the artifacts, or leave "
+            "--savings out"
+        ) from error
+    with scratch_of as scratch:
         for name, variant in VARIANTS.items():
             if variant.graph in manifest.graphs:
                 changed = export_variant(manifest, name, Path(scratch) / name)
@@ -172,7 +182,13 @@ def _plan_savings(
 
 
 def _plan_graph(
-    manifest: Manifest, name: str, model: ModelProto, axes: Mapping[str, int], target: Target, device: Device
+    manifest: Manifest,
+    name: str,
+    model: ModelProto,
+    axes: Mapping[str, int],
+    target: Target,
+    device: Device,
+    capacity: int,
 ) -> GraphPlan:
     """Bind the lowered `model`, place its nodes; then add up."""
     graph = manifest.graph(name)
@@ -196,8 +212,26 @@ def _plan_graph(
     return GraphPlan(
         name, dict(axes), len(model.graph.node), len(launched), len(groups),
         sum(engine is Engine.AICPU for _, engine in launched), flops, weights, activations,
+        *_host_bytes(manifest, graph.spec.bind(**axes), capacity),
         1e3 * (total + device.launch_seconds), 1e3 * (overhead + device.launch_seconds),
     )  # fmt: skip
+
+
+def _host_bytes(manifest: Manifest, spec: GraphSpec, capacity: int) -> tuple[int | None, int | None]:
+    """Bytes up and down of one launch, as the OM backend moves them (docs/om-backend.md), without alignment."""
+    up, down = (sum(tensor.num_bytes for tensor in tensors) for tensors in (spec.inputs, spec.outputs))
+    if spec.name == "step_frame":
+        return _frame_bytes(manifest)
+    if spec.name in PER_FRAME:
+        return None, None
+    if spec.name == "prefill":
+        return up + 4 * capacity, 0  # with the cache mask; hidden, keys and values stay there
+    return up, down  # the codec's rings lie on the host
+
+
+def _frame_bytes(manifest: Manifest) -> tuple[int, int]:
+    n_vq = manifest.model.n_vq
+    return UP_BYTES + 4 * (1 + n_vq), DOWN_BYTES + 4 * n_vq
 
 
 def _placed(typed: TypedGraph, target: Target) -> list[tuple[NodeProto, Engine]]:
@@ -290,9 +324,8 @@ def _peak(target: Target, device: Device) -> float:
 
 def _frames(manifest: Manifest, graphs: Sequence[GraphPlan], device: Device) -> list[FramePlan]:
     """The two ways to a frame: one launch, or two. The copies per frame cost a launch overhead each."""
-    n_vq = manifest.model.n_vq
     found = {g.graph: g for g in graphs}
-    up, down = UP_BYTES + 4 * (1 + n_vq), DOWN_BYTES + 4 * n_vq
+    up, down = _frame_bytes(manifest)
     copies = 4 * 1e3 * device.launch_seconds  # control up, mask up, rows on the device, results down
     frames = []
     for names in (("step_frame",), ("step", "frame")):
@@ -325,13 +358,14 @@ def as_text(plan: SpeedPlan) -> str:
     lines = [f"PREDICTION for {plan.target} - not measured", ""]
     lines.append(
         f"{'graph':<14}{'axes':<16}{'nodes':>7}{'kernels':>9}{'fused':>7}{'AICPU':>7}{'GFLOP':>8}{'weights MB':>12}"
-        f"{'values MB':>11}{'ms':>8}{'overhead':>10}"
+        f"{'values MB':>11}{'up kB':>10}{'down kB':>9}{'ms':>8}{'overhead':>10}"
     )
     for g in plan.graphs:
         axes = " ".join(f"{k}={v}" for k, v in g.axes.items() if k in "TCF")
         lines.append(
             f"{g.graph:<14}{axes:<16}{g.nodes:>7}{g.kernels_before_fusion:>9}{g.kernels:>7}{g.aicpu_kernels:>7}"
-            f"{g.flops / 1e9:>8.2f}{g.weight_bytes / 1e6:>12.1f}{g.activation_bytes / 1e6:>11.1f}{g.predicted_ms:>8.2f}"
+            f"{g.flops / 1e9:>8.2f}{g.weight_bytes / 1e6:>12.1f}{g.activation_bytes / 1e6:>11.1f}"
+            f"{_kilobytes(g.bytes_up):>10}{_kilobytes(g.bytes_down):>9}{g.predicted_ms:>8.2f}"
             f"{g.of_it_overhead_ms / g.predicted_ms:>10.0%}"
         )
     lines.append("")
@@ -349,3 +383,7 @@ def as_text(plan: SpeedPlan) -> str:
             f"{s.gflop:.2f} GFLOP, {s.predicted_ms_before:.2f} -> {s.predicted_ms:.2f} ms"
         )
     return "\n".join([*lines, "", "assumptions:", *(f"- {line}" for line in plan.assumptions)])
+
+
+def _kilobytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e3:.2f}"

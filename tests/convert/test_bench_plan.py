@@ -22,6 +22,10 @@ def test_the_plan_is_labelled_and_counts_what_a_frame_moves(tiny_artifacts):
     assert (one.launches, two.launches) == (1, 2) and (one.bytes_up, one.bytes_down) == (136, 128)
     for graph in plan.graphs:
         assert 0 < graph.kernels < graph.kernels_before_fusion <= graph.nodes
+    host = {(g.graph, g.axes.get("T")): (g.bytes_up, g.bytes_down) for g in plan.graphs}
+    rows = 4 * 128 * (1 + manifest.model.n_vq)
+    assert host["prefill", 128][0] > rows + 4 * 1024 and host["prefill", 128][1] == 0  # rows and the cache mask
+    assert host["step_frame", None] == (136, 128) and host["step", None] == (None, None)
 
 
 @pytest.mark.parametrize("soc", ["910B4", "310P3"])
