@@ -44,11 +44,10 @@ class Arguments(BaseModel):
     @model_validator(mode="after")
     def _bounds(self) -> Arguments:
         if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas is {self.max_replicas}; expected at least min_replicas, {self.min_replicas}")
+            raise ValueError(f"max_replicas: expected {self.min_replicas} (min_replicas) or more, got {self.max_replicas}")
         return self
 
 
-@serve.deployment(name="speech")
 @serve.ingress()
 class Speech:
     """One replica. Ray has set ASCEND_RT_VISIBLE_DEVICES to its NPU, so that NPU is device 0 here."""
@@ -94,7 +93,8 @@ def app(arguments: Arguments) -> Application:
     npus = int(arguments.backend == "om") if arguments.npus is None else arguments.npus
     device = {"om": "0", "torch": "npu:0"}.get(arguments.backend) if npus else None
     backend = BackendOptions(arguments.backend, device=device, threads=max(1, int(arguments.cpus)))
-    deployment = Speech.options(
+    deployment = serve.deployment(
+        name="speech",
         ray_actor_options={"num_cpus": arguments.cpus, "resources": {"NPU": npus} if npus else {}},
         # No more than it can speak: what waits, waits before all replicas, and outlives each.
         max_ongoing_requests=settings.slots,
@@ -105,5 +105,5 @@ def app(arguments: Arguments) -> Application:
             "target_ongoing_requests": settings.slots,
         },
         graceful_shutdown_timeout_s=settings.drain_seconds + WORKER_GRACE_SECONDS,
-    )
+    )(Speech)
     return deployment.bind(arguments.artifacts.resolve(), backend, settings)

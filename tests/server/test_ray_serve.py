@@ -177,5 +177,5 @@ def test_a_killed_replica_costs_its_running_requests_only_and_comes_back(url, vo
 def test_bounds_that_contradict_each_other_are_refused(tmp_path):
     from deploy.ray_serve import Arguments
 
-    with pytest.raises(ValueError, match="expected at least min_replicas, 3"):
+    with pytest.raises(ValueError, match="min_replicas"):
         Arguments(artifacts=tmp_path, min_replicas=3, max_replicas=2)
