@@ -49,7 +49,7 @@ def both(tiny_artifacts, tmp_path_factory, checkpoints):
     try:
         with serving(tiny_artifacts, tmp_path_factory.mktemp("voices"), PoolLimits(2, 2), max_rows=640, max_queue=2,
                      **checkpoints) as running:  # fmt: skip
-            wait_for(lambda: httpx.get(f"{running.url}/ready", trust_env=False).status_code == 200, 60)
+            wait_for(lambda: httpx.get(f"{running.url}/ready", trust_env=False).status_code == 200, 120)
             yield running
             assert running.sounds.places_taken == running.sounds.num_running == running.sounds.num_waiting == 0
     finally:
