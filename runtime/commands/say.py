@@ -90,6 +90,9 @@ def say(
         tokens = [len(segment.token_ids) for segment in plan.segments]
         progress = NarrationProgress(tokens, codec.samples_per_frame / codec.sample_rate_hz)
         live = None
+        if out == STANDARD_OUTPUT:
+            channels = 1 if audio.mono else audio.num_channels
+            click.echo(f"samples: {speak['sample_format']}, {audio.sample_rate_hz} Hz, {channels} channel(s)", err=True)
         if stream:
             narration, live = narrate_live(synthesizer, voice, chosen, plan, out, audio, progress)
         else:

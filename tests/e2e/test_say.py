@@ -165,6 +165,14 @@ def test_a_stream_says_what_the_file_says(tiny_artifacts, tmp_path):
     assert figures["stream"]["chunks"]["1"] >= 1 and len(figures["segments"]) > 1
 
 
+def test_a_stream_to_standard_output_is_samples_alone_and_says_what_they_are(tiny_artifacts, tmp_path, capfdbinary):
+    result = say(tiny_artifacts, "-", "--stream", "--codes-out", str(tmp_path / "codes.json"))
+    assert result.exit_code == 0, result.output
+    assert "samples: pcm16, 48000 Hz, 2 channel(s)" in result.stderr
+    frames = len(json.loads((tmp_path / "codes.json").read_text())["codes"])
+    assert result.stdout == "" and len(capfdbinary.readouterr().out) >= frames * 3840 * 2 * 2 > 0
+
+
 def test_what_cannot_be_streamed_is_refused_before_anything_is_loaded(tmp_path):
     for out, extra, words in (
         ("o.flac", [], "a name that ends in .wav, or as raw samples to -"),
