@@ -44,7 +44,7 @@ class Arguments(BaseModel):
     @model_validator(mode="after")
     def _bounds(self) -> Arguments:
         if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas: expected {self.min_replicas} (min_replicas) or more, got {self.max_replicas}")
+            raise ValueError(f"expected max_replicas >= min_replicas, got {self.max_replicas} and {self.min_replicas}")
         return self
 
 
