@@ -1,16 +1,17 @@
 """Manifest + backend -> the parts that speak: the frame model and the codec, on whatever the backend is.
 
 Backends with host memory (ONNX Runtime, PyTorch) open one session per exported graph; the OM backend opens one per
-compiled size and keeps the frame loop on the device.
+compiled size and keeps the frame loop and the rings of the codec on the device.
 """
 
 from __future__ import annotations
 
 from runtime.backends.base import Backend, Session
 from runtime.backends.om import OmBackend
-from runtime.codec import Codec
+from runtime.codec import Codec, SpeechCodec
 from runtime.frame_model import FrameModel, HostFrameModel
 from runtime.manifest import Manifest
+from runtime.om_codec import OmCodec, open_om_codec
 from runtime.om_frame_model import OmFrameModel, open_om_frame_model
 
 
@@ -45,6 +46,8 @@ def open_sessions(manifest: Manifest, backend: Backend, name: str) -> list[Sessi
 
 def open_codec(manifest: Manifest, backend: Backend) -> Codec:
     """The codec, encoder and streaming decoder."""
+    if isinstance(backend, OmBackend):
+        return open_om_codec(manifest, backend)
     encode = open_sessions(manifest, backend, "codec_encode")
     try:
         stream = open_sessions(manifest, backend, "codec_stream")
@@ -55,12 +58,13 @@ def open_codec(manifest: Manifest, backend: Backend) -> Codec:
     return Codec(manifest.codec, encode, stream)
 
 
-def describe_run(frame_model: FrameModel, backend: Backend) -> list[str]:
-    """For `--stats`: which backend ran each graph, and on OM what moved per frame."""
+def describe_run(frame_model: FrameModel, backend: Backend, codec: SpeechCodec | None = None) -> list[str]:
+    """For `--stats`: which backend ran each graph, and on OM what moved per frame and per launch of the codec."""
     from runtime.backends.cann_provider import CannBackend
 
     if isinstance(frame_model, OmFrameModel) and isinstance(backend, OmBackend):
-        return [*frame_model.stats.lines(), *(f"opened: {line}" for line in backend.opened)]
+        moved = [*frame_model.stats.lines(), *(codec.stats.lines() if isinstance(codec, OmCodec) else [])]
+        return [*moved, *(f"opened: {line}" for line in backend.opened)]
     if isinstance(backend, CannBackend):
         return [str(placement) for placement in backend.placements.values()]
     return [f"every graph: {backend.name}"]

@@ -30,7 +30,7 @@ class Speaker:
 
         if self.backend is None:
             return [f"every graph: {self.synthesizer.frame_model.backend_name}"]
-        return describe_run(self.synthesizer.frame_model, self.backend)
+        return describe_run(self.synthesizer.frame_model, self.backend, self.synthesizer.codec)
 
 
 def open_speaker(artifacts: Path, backend: BackendOptions, as_published: bool, template: str | None) -> Speaker:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.codec import MAX_TOKENS, Codec, _spans
+from runtime.codec import Codec
+from runtime.codec_rings import MAX_TOKENS, Chunk, Span, spans
 from runtime.config import CodecConfig, CodecStage, read_config_json
 from runtime.errors import AudioError, CapacityError, CheckpointError, GenerationError
 from runtime.graphs import NO_FRAME, codec_encode_spec, codec_stream_spec, derived_axes
@@ -98,23 +99,23 @@ def test_after_any_chunking_each_slot_holds_the_newest_frame_of_its_residue(chun
     stream = setup.codec.stream()
     for n in chunks:
         stream.push(codes(n))
-    feeds, total = stream._open_rings().feeds, sum(chunks)
+    rings, total = stream._open_rings(), sum(chunks)
     layers = [number for number, stage in enumerate(CONFIG.decoder) for _ in range(stage.num_layers)]
     for layer, number in enumerate(layers):
         stage = CONFIG.decoder[number]
         slots = np.arange(stage.ring_frames)
         newest = total - 1 - (total - 1 - slots) % stage.ring_frames
-        np.testing.assert_array_equal(feeds[f"past_positions_{number}"][0], newest)
+        np.testing.assert_array_equal(rings.past_positions[f"past_positions_{number}"][0], newest)
         for kind in ("key", "value"):
-            rows = feeds[f"past_{kind}_{layer}"][0, :, :, 0]
+            rows = rings.feeds[f"past_{kind}_{layer}"][0, :, :, 0]
             np.testing.assert_array_equal(rows, np.repeat(newest, stage.tokens_per_frame)[None].repeat(4, 0))
 
 
 def test_more_frames_than_slots_leave_the_last_ones() -> None:
     stage = CONFIG.decoder[0]  # a window of 25 tokens, 4 per frame: 7 slots
-    assert _spans(stage, 0, 3) == [(0, 0, 3)]
-    assert _spans(stage, 5, 4) == [(5, 5, 2), (0, 7, 2)]
-    assert _spans(stage, 3, 20) == [(2, 16, 5), (0, 21, 2)]
+    assert spans(stage, Chunk(8, 0, 3)) == [Span(0, 0, 3)]
+    assert spans(stage, Chunk(8, 5, 4)) == [Span(5, 5, 2), Span(0, 7, 2)]
+    assert spans(stage, Chunk(20, 3, 20)) == [Span(2, 16, 5), Span(0, 21, 2)]
 
 
 def test_rings_go_to_the_next_stream_and_hide_what_they_held() -> None:
@@ -124,7 +125,7 @@ def test_rings_go_to_the_next_stream_and_hide_what_they_held() -> None:
         rings = stream._open_rings()
     again = setup.codec.stream()
     assert again._open_rings() is rings
-    assert all((rings.feeds[f"past_positions_{i}"] == NO_FRAME).all() for i in range(4))
+    assert all((positions == NO_FRAME).all() for positions in rings.past_positions.values())
     other = setup.codec.stream()
     assert other._open_rings() is not rings
 
