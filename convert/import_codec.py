@@ -12,7 +12,7 @@ decode_step), heads and RoPE from a run of the graph (convert/import_probe.py): 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from convert.import_attention import window
@@ -83,13 +83,7 @@ def recover_codec(graphs: Mapping[str, Path], result: Recovered) -> CodecShape:
         view = GraphView(graphs[name])
         result.meet(view)
         read[name] = _read_decoder(view, name, result)
-    decoder = read[decoders[0]]
-    for other in decoders[1:]:
-        for number, (a, b) in enumerate(zip(decoder, read[other], strict=False)):
-            if a != b:
-                raise CheckpointError(f"decoder stage {number}: {a} in {decoders[0]}, {b} in {other}; {MIXED}")
-        if len(decoder) != len(read[other]):
-            raise CheckpointError(f"{len(decoder)} stages in {decoders[0]}, {len(read[other])} in {other}; {MIXED}")
+    decoder = _one_decoder(read)
     view = GraphView(graphs["encode"])
     result.meet(view)
     encoder = _read_encoder(view, "encode", result)
@@ -110,6 +104,22 @@ def recover_codec(graphs: Mapping[str, Path], result: Recovered) -> CodecShape:
         codebook_size=codebook_size,
         codebook_dim=codebook_dim,
     )
+
+
+def _one_decoder(read: Mapping[str, tuple[StageShape, ...]]) -> tuple[StageShape, ...]:
+    """The decoder that both graphs hold."""
+    (first, decoder), *others = read.items()
+    for other, stages in others:
+        if len(decoder) != len(stages):
+            raise CheckpointError(f"{len(decoder)} stages in {first}, {len(stages)} in {other}; {MIXED}")
+        for number, pair in enumerate(zip(decoder, stages, strict=True)):
+            for field in fields(StageShape):
+                a, b = (getattr(stage, field.name) for stage in pair)
+                if a != b:
+                    raise CheckpointError(
+                        f"decoder stage {number}: {field.name} is {a} in {first} and {b} in {other}; {MIXED}"
+                    )
+    return decoder
 
 
 def _read_decoder(view: GraphView, graph: str, result: Recovered) -> tuple[StageShape, ...]:

@@ -13,7 +13,7 @@ A value is *weighted* when it is computed from one of these; masks, positions an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,8 @@ import onnx
 from onnx import NodeProto, TensorProto, numpy_helper
 
 from convert.import_constants import Array, attribute, fold
-from convert.import_file import load_graph
+from convert.import_file import load_graph, sorted_nodes
+from runtime.errors import CheckpointError
 
 Floats = npt.NDArray[np.float32]
 
@@ -77,17 +78,17 @@ class GraphView:
         self.path, self.name = path, path.name
         self.model = load_graph(path)
         graph = self.model.graph
-        self.nodes: Sequence[NodeProto] = graph.node
+        self.nodes = sorted_nodes(self.model, path)
         self.inputs = {info.name: _dims(info) for info in graph.input}
         self.outputs = {info.name: _dims(info) for info in graph.output}
-        self.producers = {output: node for node in graph.node for output in node.output}
+        self.producers = {output: node for node in self.nodes for output in node.output}
         self._stored = {tensor.name: tensor for tensor in graph.initializer}
         self.half = any(_is_half(tensor) for tensor in graph.initializer)
-        self.dequantized = any(node.op_type == "DequantizeLinear" for node in graph.node)
+        self.dequantized = any(node.op_type == "DequantizeLinear" for node in self.nodes)
         self._constants: dict[str, Array | None] = {}
         self._linears: dict[str, Linear | None] = {}
         self._weighted: set[str] = set()
-        for node in graph.node:
+        for node in self.nodes:
             if node.op_type != "Shape" and (
                 self._is_source(node) or any(value in self._weighted for value in node.input)
             ):
@@ -277,7 +278,13 @@ class GraphView:
         operands = [self.constant(v) if v else None for v in node.input]
         if any(o is None and v for o, v in zip(operands, node.input, strict=True)):
             return None
-        folded = fold(node, operands, value)
+        try:
+            folded = fold(node, operands, value)
+        except (ValueError, IndexError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.name}: {node.op_type} ({node.name or value}) on constants cannot be computed ({error}); "
+                "download the package again"
+            ) from error
         return None if folded is None else _widened(folded)
 
     def _is_source(self, node: NodeProto) -> bool:

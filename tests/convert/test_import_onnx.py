@@ -192,6 +192,24 @@ def set_a_nan(model):
     tensor.CopyFrom(numpy_helper.from_array(weight, tensor.name))
 
 
+def drop_an_operand(model):
+    del next(n for n in model.graph.node if n.op_type == "MatMul").input[1]
+
+
+def close_a_circle(model):
+    node = next(n for n in model.graph.node if n.op_type == "MatMul")
+    node.input[0] = node.output[0]
+
+
+def fold_what_does_not_fit(model):
+    """A constant Reshape to another number of values before the first matrix product."""
+    product = next(n for n in model.graph.node if n.op_type == "MatMul")
+    model.graph.initializer.append(numpy_helper.from_array(np.array([7, 11]), "sizes"))
+    reshape = helper.make_node("Reshape", [product.input[1], "sizes"], ["misfit"], name="misfit")
+    product.input[1] = "misfit"
+    model.graph.node.insert(0, reshape)
+
+
 def insert_a_tanh(model):
     """In the residual stream, where no block has one."""
     node = next(n for n in model.graph.node if n.op_type == "Add" and n.name.endswith("h.1/Add_2"))
@@ -220,10 +238,13 @@ def narrow_the_window(model):
 
 @pytest.mark.parametrize(("change", "graph", "named"), [
     (narrow_the_window, "*tokenizer_decode_step.onnx", "layer 0 keeps 25 tokens and compares with 24"),
-    (narrow_the_window, "*decode_full.onnx", "decoder stage 0: StageShape(patch=4"),
+    (narrow_the_window, "*decode_full.onnx", "context is 24 in decode_full and 25 in codec_decode_step"),
     (change_a_weight, "moss_tts_decode_step.onnx", "prefill and decode_step hold different numbers"),
     (change_a_weight, "moss_tts_local_fixed_sampled_frame.onnx", "other numbers than any tensor"),
     (set_a_nan, "moss_tts_prefill.onnx", "NaN"),
+    (drop_an_operand, "moss_tts_prefill.onnx", "has input size 1 not in range [min=2, max=2]"),
+    (close_a_circle, "moss_tts_prefill.onnx", "reads what is computed from it"),
+    (fold_what_does_not_fit, "moss_tts_prefill.onnx", "Reshape (misfit) on constants cannot be computed"),
     (insert_a_tanh, "moss_tts_prefill.onnx", "Tanh (inserted)"),
     (change_the_scale_of_the_scores, "moss_tts_decode_step.onnx", "the package's graphs and the recovered weights"),
     (change_the_scale_of_the_scores, "*decode_full.onnx", "decode_full: waveform: the package's graphs"),
