@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import wave
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import sentencepiece
@@ -99,6 +104,39 @@ def test_say_on_the_simulator_writes_the_same_bytes_as_on_onnx_runtime(
     assert "nothing here is a device result" in results["om"].stderr
     assert "each frame: 1 launches, 2 copies up (136 B), 1 down (128 B)" in results["om"].stderr
     assert "opened: codec_stream: om (simulated) Ascend910B4, codec_stream-B1-F8.om" in results["om"].stderr
+
+
+def spoken_by_server(artifacts: Path, clip: Path, *options: str) -> tuple[str, bytes]:
+    """The backend that run-om serve names, and one request as raw PCM; the process has ended when this returns."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-c", "from runtime.cli import cli; cli()", "serve", str(artifacts), *options]
+    command += ["--batch", "1", "--port", str(port), "--voices", str(clip.parent / "voices")]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        state = {"backend": ""}
+        while not state["backend"] and server.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                state = httpx.get(f"{url}/ready", trust_env=False).json()
+            time.sleep(0.05)
+        reference = "data:audio/wav;base64," + base64.b64encode(clip.read_bytes()).decode()
+        body = {"input": "hello there", "ref_audio": reference, "response_format": "pcm", "max_new_tokens": 12}
+        answers = [httpx.post(f"{url}/v1/audio/speech", json=body, trust_env=False, timeout=60) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        assert answers[0].content == answers[1].content
+        return state["backend"], answers[0].content
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+
+
+def test_the_server_on_the_simulator_answers_with_the_bytes_of_onnx_runtime(artifacts: Path, clip: Path) -> None:
+    backend, spoken = spoken_by_server(artifacts, clip, "--backend", "om", "--simulate")
+    assert backend == "om (simulated)"
+    assert len(spoken) > 2 * 384 and np.frombuffer(spoken, "<i2").any()
+    assert spoken == spoken_by_server(artifacts, clip, "--backend", "ort", "--threads", "1")[1]
 
 
 def test_without_cann_say_exits_with_the_reason_and_what_to_do(artifacts: Path, clip: Path, tmp_path: Path) -> None:
