@@ -33,6 +33,7 @@ from runtime.config import CodecConfig, ModelConfig, read_config_json
 from runtime.errors import CheckpointError
 from runtime.manifest import sha256_of
 from runtime.modules.codec_names import canonical_codec_name
+from runtime.onnx_package import is_package
 
 ConfigT = TypeVar("ConfigT", ModelConfig, CodecConfig)
 Kind = Literal["model", "codec"]
@@ -156,6 +157,9 @@ def _read_config(examined: Examination, wanted: Kind | None) -> Mapping[str, Any
     """Fill kind, config and made_up from config.json; None when there is no JSON object to go on with."""
     path = examined.directory / CONFIG_NAME
     found = damage(path)
+    if found and is_package(examined.directory):
+        found = fault("onnx-package", CONFIG_NAME, "this directory is a published ONNX package, not a checkpoint",
+                      "make one of it: convert-moss import-onnx DIR --out CHECKPOINT")  # fmt: skip
     if found:
         examined.findings.append(found)
         return None

@@ -359,3 +359,9 @@ def test_a_voice_that_the_codec_cannot_read_is_refused(spoken, tmp_path):
     manifest["builtin_voices"][0]["prompt_audio_codes"].append([64] * 16)
     path.write_text(json.dumps(manifest))
     assert "built-in voice Ava: codes [13, 16]" in refusal(tmp_path / "package", tmp_path / "out")
+
+
+def test_a_package_in_the_place_of_a_checkpoint_is_recognised(spoken, tmp_path):
+    source = str(spoken / TTS_DIRECTORY)
+    result = CliRunner().invoke(cli, ["export", source, "--codec", source, "--out", str(tmp_path / "artifacts")])
+    assert result.exit_code == 1 and "convert-moss import-onnx" in result.stderr
