@@ -87,23 +87,35 @@ class RayNames:
         await self._app(scope, receive, send_named)
 
 
-def app(arguments: Arguments) -> Application:
-    """The application for `serve run` and `serve deploy`."""
-    settings = read_settings(arguments.settings)
-    npus = int(arguments.backend == "om") if arguments.npus is None else arguments.npus
-    device = {"om": "0", "torch": "npu:0"}.get(arguments.backend) if npus else None
-    backend = BackendOptions(arguments.backend, device=device, threads=max(1, int(arguments.cpus)))
-    deployment = serve.deployment(
-        name="speech",
-        ray_actor_options={"num_cpus": arguments.cpus, "resources": {"NPU": npus} if npus else {}},
+def backend_options(arguments: Arguments) -> BackendOptions:
+    """The backend of one replica."""
+    device = {"om": "0", "torch": "npu:0"}.get(arguments.backend) if _npus(arguments) else None
+    return BackendOptions(arguments.backend, device=device, threads=max(1, int(arguments.cpus)))
+
+
+def deployment_options(arguments: Arguments, settings: ServerSettings) -> dict[str, Any]:
+    """What Ray gives each replica, how many there are, and how many requests they get."""
+    npus = _npus(arguments)
+    return {
+        "ray_actor_options": {"num_cpus": arguments.cpus, "resources": {"NPU": npus} if npus else {}},
         # No more than it can speak: what waits, waits before all replicas, and outlives each.
-        max_ongoing_requests=settings.slots,
-        max_queued_requests=arguments.max_waiting,
-        autoscaling_config={
+        "max_ongoing_requests": settings.slots,
+        "max_queued_requests": arguments.max_waiting,
+        "autoscaling_config": {
             "min_replicas": arguments.min_replicas,
             "max_replicas": arguments.max_replicas,
             "target_ongoing_requests": settings.slots,
         },
-        graceful_shutdown_timeout_s=settings.drain_seconds + WORKER_GRACE_SECONDS,
-    )(Speech)
-    return deployment.bind(arguments.artifacts.resolve(), backend, settings)
+        "graceful_shutdown_timeout_s": settings.drain_seconds + WORKER_GRACE_SECONDS,
+    }
+
+
+def app(arguments: Arguments) -> Application:
+    """The application for `serve run` and `serve deploy`."""
+    settings = read_settings(arguments.settings)
+    deployment = serve.deployment(name="speech", **deployment_options(arguments, settings))(Speech)
+    return deployment.bind(arguments.artifacts.resolve(), backend_options(arguments), settings)
+
+
+def _npus(arguments: Arguments) -> int:
+    return int(arguments.backend == "om") if arguments.npus is None else arguments.npus

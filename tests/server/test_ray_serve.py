@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from runtime.server.settings import ServerSettings
 from tests.server.loopback import TEXT, wait_for, wav_clip
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -179,3 +180,17 @@ def test_bounds_that_contradict_each_other_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match="min_replicas"):
         Arguments(artifacts=tmp_path, min_replicas=3, max_replicas=2)
+
+
+def test_a_replica_of_the_om_backend_has_one_npu_as_its_device_0_and_autoscales_within_the_bounds(tmp_path):
+    from deploy.ray_serve import Arguments, backend_options, deployment_options
+
+    # As `serve run … name=value` hands them over.
+    arguments = Arguments.model_validate({"artifacts": str(tmp_path), "backend": "om", "max_replicas": "8"})
+    options = deployment_options(arguments, ServerSettings(slots=1))
+    assert (backend_options(arguments).name, backend_options(arguments).device) == ("om", "0")
+    assert options["ray_actor_options"] == {"num_cpus": 1, "resources": {"NPU": 1}}
+    assert options["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 8, "target_ongoing_requests": 1}
+    assert (options["max_ongoing_requests"], options["max_queued_requests"]) == (1, 64)
+    on_cpus = deployment_options(Arguments(artifacts=tmp_path, cpus=2), ServerSettings())
+    assert on_cpus["ray_actor_options"] == {"num_cpus": 2, "resources": {}}
