@@ -24,6 +24,8 @@ from runtime.server.worker import WorkerSpec, run_worker
 
 KEEP_ALIVE_SECONDS = 5
 MAX_CONNECTIONS = 1024
+# Uvicorn would take others where a package happens to bring them, as Ray does: one server, tested as it runs.
+PROTOCOLS: dict[str, Any] = {"loop": "asyncio", "http": "h11", "ws": "none"}
 
 
 def read_settings(given: Mapping[str, Any]) -> ServerSettings:
@@ -69,5 +71,5 @@ def run_server(artifacts: Path, backend: BackendOptions, host: str, port: int, g
     uvicorn.run(
         app, host=host, port=port, log_level="info", access_log=False, server_header=False,  # access lines hold paths
         timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=settings.drain_seconds,
-        limit_concurrency=MAX_CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS, **PROTOCOLS,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from runtime.backends.select import BackendOptions
 from runtime.manifest import Manifest
 from runtime.server.app import create_app
 from runtime.server.pool import Pool, PoolLimits, process_starter
-from runtime.server.run import open_sounds
+from runtime.server.run import PROTOCOLS, open_sounds
 from runtime.server.settings import ServerSettings
 from runtime.server.worker import WorkerSpec, run_worker
 
@@ -89,7 +89,7 @@ def serving(artifacts: Path, voices: Path, limits: PoolLimits | None = None, sta
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # who does not read is noticed after little audio
     sock.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **PROTOCOLS)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
