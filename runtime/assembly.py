@@ -28,34 +28,22 @@ def open_frame_model(
     return HostFrameModel(manifest, backend, fused, capacity, num_codebooks)
 
 
-def open_sessions(manifest: Manifest, backend: Backend, name: str) -> list[Session]:
-    """The sessions of one graph: one per compiled size on OM, else the exported graph."""
-    graph = manifest.graph(name)
-    if not isinstance(backend, OmBackend):
-        return [backend.open(graph.spec, manifest.path(graph.file))]
-    sessions: list[Session] = []
-    try:
-        for spec, path in backend.compiled(name):
-            sessions.append(backend.open(spec, path))
-    except BaseException:
-        for session in sessions:
-            session.close()
-        raise
-    return sessions
-
-
 def open_codec(manifest: Manifest, backend: Backend) -> Codec:
     """The codec, encoder and streaming decoder."""
     if isinstance(backend, OmBackend):
         return open_om_codec(manifest, backend)
-    encode = open_sessions(manifest, backend, "codec_encode")
+    encode = _open_session(manifest, backend, "codec_encode")
     try:
-        stream = open_sessions(manifest, backend, "codec_stream")
+        stream = _open_session(manifest, backend, "codec_stream")
     except BaseException:
-        for session in encode:
-            session.close()
+        encode.close()
         raise
-    return Codec(manifest.codec, encode, stream)
+    return Codec(manifest.codec, [encode], [stream])
+
+
+def _open_session(manifest: Manifest, backend: Backend, name: str) -> Session:
+    graph = manifest.graph(name)
+    return backend.open(graph.spec, manifest.path(graph.file))
 
 
 def describe_run(frame_model: FrameModel, backend: Backend, codec: SpeechCodec | None = None) -> list[str]:

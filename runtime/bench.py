@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from runtime.assembly import open_frame_model, open_sessions
+from runtime.assembly import open_codec, open_frame_model
 from runtime.backends.base import Backend
 from runtime.backends.om import OmBackend
 from runtime.backends.select import BackendOptions, open_backend
 from runtime.backends.shared import SharedBackend
 from runtime.bench_bytes import BANDWIDTH_BYTES, GraphBytes, graph_bytes, read_bandwidth
 from runtime.bench_memory import peak_rss_bytes
-from runtime.bench_sessions import Calls, TimedBackend, TimedFrameModel, TimedSession
-from runtime.codec import Codec
+from runtime.bench_sessions import Calls, TimedBackend, TimedCodec, TimedFrameModel
+from runtime.codec import SpeechCodec
 from runtime.config import ModelConfig
 from runtime.errors import BenchError
 from runtime.frame_model import FrameModel, Ints
@@ -239,19 +239,16 @@ def _check_capacity(manifest: Manifest, protocol: BenchProtocol) -> None:
         raise BenchError(f"the protocol needs {needed} rows, {manifest.directory} was exported for {limit}")
 
 
-def _open(manifest: Manifest, backend: Backend, fused: bool, calls: Calls) -> tuple[Codec, FrameModel]:
+def _open(manifest: Manifest, backend: Backend, fused: bool, calls: Calls) -> tuple[SpeechCodec, FrameModel]:
     """Codec and frame model with their clocks: around each session, or on a device around each call."""
-    sessions = [
-        [TimedSession(s, calls) for s in open_sessions(manifest, backend, name)]
-        for name in ("codec_encode", "codec_stream")
-    ]
-    codec = Codec(manifest.codec, *sessions)
-    if isinstance(backend, OmBackend):  # its frame model launches by itself: host and graph cannot be told apart
+    if isinstance(backend, OmBackend):  # there they launch by themselves: host and graph cannot be told apart
+        codec = TimedCodec(open_codec(manifest, backend), calls)
         return codec, TimedFrameModel(open_frame_model(manifest, backend, fused), calls, fused)
-    return codec, open_frame_model(manifest, TimedBackend(backend, calls), fused)
+    timed = TimedBackend(backend, calls)
+    return open_codec(manifest, timed), open_frame_model(manifest, timed, fused)
 
 
-def _encode(codec: Codec, manifest: Manifest, protocol: BenchProtocol) -> float:
+def _encode(codec: SpeechCodec, manifest: Manifest, protocol: BenchProtocol) -> float:
     config = manifest.codec
     samples = round(protocol.encode_seconds * config.sample_rate_hz)
     clip = 0.1 * np.random.default_rng(protocol.seed).standard_normal((config.num_channels, samples))
@@ -260,7 +257,7 @@ def _encode(codec: Codec, manifest: Manifest, protocol: BenchProtocol) -> float:
     return time.perf_counter() - start
 
 
-def _run(model: FrameModel, codec: Codec, rows: Ints, protocol: BenchProtocol) -> _Run:
+def _run(model: FrameModel, codec: SpeechCodec, rows: Ints, protocol: BenchProtocol) -> _Run:
     """One utterance of exactly `frames` frames."""
     rng = np.random.default_rng(protocol.seed)
     n_vq, sampling = rows.shape[1] - 1, protocol.sampling

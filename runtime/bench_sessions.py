@@ -1,4 +1,4 @@
-"""Clocks around what a model is made of: each session, or, on a device, each call of the frame model."""
+"""Clocks around what a model is made of: each session, or, on a device, each call of frame model and codec."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from runtime.backends.base import Backend, Session
+from runtime.codec import SpeechCodec, WaveformStream
 from runtime.frame_model import Floats, Frame, FrameModel, Ints
 from runtime.sampling import SamplingParams
 from runtime.spec import Array, GraphSpec
@@ -92,3 +94,45 @@ class TimedFrameModel:
 
     def close(self) -> None:
         self._model.close()
+
+
+class TimedCodec:
+    """A codec whose calls are the stages: copies and launches count together."""
+
+    def __init__(self, codec: SpeechCodec, calls: Calls) -> None:
+        self.config = codec.config
+        self._codec, self._calls = codec, calls
+
+    def encode(self, waveform: Floats) -> Ints:
+        with self._calls.clock("codec_encode"):
+            return self._codec.encode(waveform)
+
+    def decode(self, codes: Ints) -> Floats:
+        with self._calls.clock("codec_stream"):
+            return self._codec.decode(codes)
+
+    def stream(self) -> WaveformStream:
+        return _TimedStream(self._codec.stream(), self._calls)
+
+    def close(self) -> None:
+        self._codec.close()
+
+
+class _TimedStream:
+    def __init__(self, stream: WaveformStream, calls: Calls) -> None:
+        self._stream, self._calls = stream, calls
+
+    def push(self, codes: Ints) -> Floats:
+        with self._calls.clock("codec_stream"):
+            return self._stream.push(codes)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> WaveformStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

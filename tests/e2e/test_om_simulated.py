@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -104,6 +105,9 @@ def test_say_on_the_simulator_writes_the_same_bytes_as_on_onnx_runtime(
     assert "nothing here is a device result" in results["om"].stderr
     assert "each frame: 1 launches, 2 copies up (136 B), 1 down (128 B)" in results["om"].stderr
     assert "opened: codec_stream: om (simulated) Ascend910B4, codec_stream-B1-F8.om" in results["om"].stderr
+    assert "codec: new rows by one 2-D copy per stage and span" in results["om"].stderr
+    moved = re.search(r"codec_stream, last launch: 1 launches, 1 copies up \((\d+) B\)", results["om"].stderr)
+    assert moved and int(moved[1]) < 1024, results["om"].stderr  # the rings stay; test_om_codec.py pins the bytes
 
 
 def spoken_by_server(artifacts: Path, clip: Path, *options: str) -> tuple[str, bytes]:

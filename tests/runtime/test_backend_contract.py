@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.assembly import open_frame_model, open_sessions
+from runtime.assembly import open_frame_model
 from runtime.backends import om_device
 from runtime.backends.base import Backend, Session
+from runtime.backends.om import OmBackend
 from runtime.backends.select import BackendOptions, open_backend
 from runtime.backends.simulator import Simulator, installed
 from runtime.errors import BackendError, SpecMismatchError
@@ -42,7 +43,10 @@ class Rig:
     simulator: Simulator | None
 
     def session(self) -> Session:
-        return open_sessions(self.manifest, self.backend, "step")[0]
+        if isinstance(self.backend, OmBackend):
+            return self.backend.open(*self.backend.compiled("step")[0])
+        step = self.manifest.graph("step")
+        return self.backend.open(step.spec, self.manifest.path(step.file))
 
     def device_bytes(self) -> int:
         """Device memory in use; 0 for a backend that has none of its own."""
