@@ -33,6 +33,15 @@ from tests.convert.package_mutations import mutated
 CODEC_GRAPHS = ("encode", "decode_full", "codec_decode_step")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The matrices are small: a second thread waits for the first, all the longer when other tests run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def voices_of_the_test(tmp_path_factory, monkeypatch):
     """No test may store a voice among those of the user."""
