@@ -226,7 +226,12 @@ def _host_bytes(manifest: Manifest, spec: GraphSpec, capacity: int) -> tuple[int
         return None, None
     if spec.name == "prefill":
         return up + 4 * capacity, 0  # with the cache mask; hidden, keys and values stay there
-    return up, down  # the codec's rings lie on the host
+    rings = ("past_key", "past_value", "new_")  # of the codec: they stay on the device
+    up, down = (
+        sum(tensor.num_bytes for tensor in tensors if not tensor.name.startswith(rings))
+        for tensors in (spec.inputs, spec.outputs)
+    )
+    return up, down
 
 
 def _frame_bytes(manifest: Manifest) -> tuple[int, int]:

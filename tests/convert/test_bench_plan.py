@@ -25,6 +25,10 @@ def test_the_plan_is_labelled_and_counts_what_a_frame_moves(tiny_artifacts):
     host = {(g.graph, g.axes.get("T")): (g.bytes_up, g.bytes_down) for g in plan.graphs}
     rows = 4 * 128 * (1 + manifest.model.n_vq)
     assert host["prefill", 128][0] > rows + 4 * 1024 and host["prefill", 128][1] == 0  # rows and the cache mask
+    stream = next(g for g in plan.graphs if g.graph == "codec_stream" and g.axes["F"] == 8)
+    positions = sum(4 * stage.ring_frames for stage in manifest.codec.decoder) + 4 * 8
+    samples = 8 * 4 * manifest.codec.num_channels * manifest.codec.samples_per_frame
+    assert (stream.bytes_up, stream.bytes_down) == (4 * 8 * manifest.codec.n_vq + positions, samples)  # no rings
     assert host["step_frame", None] == (136, 128) and host["step", None] == (None, None)
 
 
