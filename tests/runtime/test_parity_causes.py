@@ -71,7 +71,7 @@ class Side:
         """`change(outputs)` spoils what graphs give."""
         sessions = [self.model._sessions[g] for g in graphs]
         if of_codec:
-            sessions = list(self.synthesizer.codec._stream.sessions)
+            sessions = list(self.synthesizer.codec._stream._sessions.values())
         for session in sessions:
             original = session.run
 
