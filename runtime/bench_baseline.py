@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -115,18 +116,21 @@ def measure_baseline(
     )
     rows = prompt_rows(manifest.model, protocol)
     before = os.getloadavg()[0]
-    with _Processes(sides, rows, protocol) as processes:
-        for side, process in processes.items():
+    with ExitStack() as stack:
+        processes: dict[str, _Process] = {}
+        for side in sides:  # one after the other: loading takes both cores and fresh memory
+            processes[side.name] = process = _Process(side, rows, protocol)
+            stack.callback(process.stop)
             process.load_seconds = process.receive(OPEN_SECONDS)
-            report(f"{side}: loaded in {process.load_seconds:.2f} s")
+            report(f"{side.name}: loaded in {process.load_seconds:.2f} s")
         for task in (_LLM, _CODEC):
             for number in range(1 + protocol.repeat):  # the first is the warm-up
-                for side, process in processes.items():
+                for name, process in processes.items():
                     times = process.ask(task)
                     if number:
                         process.keep(times)
-                    report(f"{side}: {task} {number or 'warm-up'}: " + ", ".join(
-                        f"{name} {value:.1f} ms" for name, value in times.items() if name != "codes"))  # fmt: skip
+                    report(f"{name}: {task} {number or 'warm-up'}: " + ", ".join(
+                        f"{stage} {value:.1f} ms" for stage, value in times.items() if stage != "codes"))  # fmt: skip
             for process in processes.values():
                 process.peaks.append(process.ask(_PEAK))
         results = tuple(process.result() for process in processes.values())
@@ -182,20 +186,6 @@ class _Process:
         self._process.terminate()
         self._process.join()
         self._pipe.close()
-
-
-class _Processes(dict[str, _Process]):
-    """One process per side; a context manager that ends them."""
-
-    def __init__(self, sides: tuple[Side, ...], rows: Ints, protocol: BenchProtocol) -> None:
-        super().__init__({side.name: _Process(side, rows, protocol) for side in sides})
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.values():
-            process.stop()
 
 
 def _serve(pipe: Connection, side: Side, rows: Ints, protocol: BenchProtocol) -> None:
