@@ -227,14 +227,21 @@ def open_side(side: Side) -> tuple[FrameModel, SpeechCodec]:
 
 
 def _speak(model: FrameModel, rows: Ints, protocol: BenchProtocol) -> dict[str, Any]:
-    """One prompt and exactly `frames` frames, whatever the stop decision says."""
+    """One prompt and exactly `frames` frames, whatever the stop decision says.
+
+    The codes of a frame that ends the utterance mean nothing, and the official fixed graph computes them from the end
+    token: the frame before is repeated in its place, on every side.
+    """
     rng = np.random.default_rng(protocol.seed)
-    codes = []
+    codes = [np.zeros(rows.shape[1] - 1, np.int32)]
     start = time.perf_counter()
     model.prefill(rows)
     prefilled = time.perf_counter()
     for _ in range(protocol.frames):
-        codes.append(model.next_frame(draw_uniforms(rng, rows.shape[1] - 1), protocol.sampling).codes.copy())
+        frame = model.next_frame(draw_uniforms(rng, rows.shape[1] - 1), protocol.sampling)
+        if not frame.go_on:
+            model.force_frame(codes[-1])
+        codes.append(frame.codes.copy() if frame.go_on else codes[-1])
     done = time.perf_counter()
     return {
         "prefill": 1e3 * (prefilled - start),

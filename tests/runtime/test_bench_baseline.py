@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -43,6 +44,13 @@ def test_both_loops_say_the_same_and_every_figure_has_a_ratio(tiny_artifacts: Pa
         assert side["peak_rss_bytes"] >= side["llm_peak_rss_bytes"] > 2**24
     assert "made-up weights" in result.stdout and "official loop, spinning off" in result.stdout
     assert "the same codes" in out.with_suffix(".html").read_text()
+
+
+def test_frames_that_are_forced_behind_the_end_do_not_part_the_loops(tiny_artifacts: Path, tiny_package: Path):
+    """The made-up model ends after 20 to 80 frames; from there on the published fixed graph reads the end token."""
+    protocol = dataclasses.replace(PROTOCOL, frames=120)
+    result = measure_baseline(Manifest.load(tiny_artifacts), tiny_package, BackendOptions(threads=1), protocol)
+    assert len({side.codes for side in result.sides}) == 1
 
 
 def test_other_weights_are_called_so(tiny_artifacts: Path, tiny_package: Path, tmp_path: Path):
