@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner
@@ -14,10 +14,11 @@ from onnx import numpy_helper
 
 from runtime.backends.select import BackendOptions
 from runtime.bench import BenchProtocol
-from runtime.bench_baseline import OURS, QUIET, STOCK, Side, measure_baseline, open_side
+from runtime.bench_baseline import OURS, QUIET, STOCK, Side, _speak, measure_baseline, open_side
 from runtime.bench_baseline_report import as_html, as_text
 from runtime.cli import cli
 from runtime.errors import BenchError
+from runtime.frame_model import Frame
 from runtime.manifest import Manifest
 
 PROTOCOL = BenchProtocol(prompt_rows=21, frames=6, repeat=1, encode_seconds=0.5)
@@ -46,11 +47,32 @@ def test_both_loops_say_the_same_and_every_figure_has_a_ratio(tiny_artifacts: Pa
     assert "the same codes" in out.with_suffix(".html").read_text()
 
 
-def test_frames_that_are_forced_behind_the_end_do_not_part_the_loops(tiny_artifacts: Path, tiny_package: Path):
-    """The made-up model ends after 20 to 80 frames; from there on the published fixed graph reads the end token."""
-    protocol = dataclasses.replace(PROTOCOL, frames=120)
-    result = measure_baseline(Manifest.load(tiny_artifacts), tiny_package, BackendOptions(threads=1), protocol)
-    assert len({side.codes for side in result.sides}) == 1
+class Ending:
+    """A frame model that wants to end at frames 0 and 3, where its codes mean nothing."""
+
+    def __init__(self, meaningless: int) -> None:
+        self.number, self.forced, self.meaningless = -1, [], meaningless
+
+    def prefill(self, rows) -> None:
+        assert len(rows) == 21
+
+    def next_frame(self, uniforms, sampling) -> Frame:
+        self.number += 1
+        go_on = self.number not in (0, 3)
+        return Frame(go_on, np.full(16, self.number if go_on else self.meaningless, np.int32))
+
+    def force_frame(self, codes) -> None:
+        self.forced.append((self.number, int(codes[0])))
+
+
+def test_what_a_graph_computes_behind_the_end_is_not_compared():
+    """The published fixed graph reads the end token there, ours the slot token: the frame before is repeated."""
+    rows = np.zeros((21, 17), np.int32)
+    models = Ending(7), Ending(8)
+    first, second = (_speak(model, rows, PROTOCOL)["codes"] for model in models)
+    assert first == second
+    assert np.frombuffer(first, np.int32).reshape(-1, 16)[:, 0].tolist() == [0, 0, 1, 2, 2, 4, 5]
+    assert models[0].forced == models[1].forced == [(0, 0), (3, 2)]
 
 
 def test_other_weights_are_called_so(tiny_artifacts: Path, tiny_package: Path, tmp_path: Path):
