@@ -43,15 +43,15 @@ def padded_past_findings(root: GraphView, bound: frozenset[str]) -> Iterator[Fin
         comparison = graph.length_mask(node, softmaxes) if softmaxes else None
         if comparison is None:
             continue
-        fixed = past in bound
+        axis = "bound" if past in bound else "open"
         yield Finding(
-            Severity.WRONG if fixed else Severity.NOTE,
+            Severity.WRONG,
             "hazard.padded-past",
             name,
             node.op_type,
-            f"{past} is joined with the new row on its {'bound' if fixed else 'open'} axis and the keys are masked by"
-            f" length ({comparison.name or comparison.op_type}): with a past longer than the valid length, the new key"
-            " is masked out and an unused row is attended",
+            f"{past} is joined with the new row on its {axis} axis, which ATC compiles at a fixed capacity, and the"
+            f" keys are masked by length ({comparison.name or comparison.op_type}): with a past longer than the valid"
+            " length, the new key is masked out and an unused row is attended",
             "mask with (position < length) OR (position == capacity), or attend to the cache and the new row apart and"
             " return only the new row (as the graphs of this project do)",
             "upstream export_moss_tts_browser_onnx.py @42b4645; reproduced on ONNX Runtime in tests",
