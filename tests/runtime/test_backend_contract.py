@@ -211,6 +211,9 @@ def test_golden_codes_are_identical(rig: Rig, golden_llm) -> None:
         model.close()
 
 
+LARGE_PAGE = 2 << 20  # the kernel may back NumPy arrays with these, each as a whole, whenever it likes
+
+
 def test_a_thousand_frames_take_no_more_memory_than_a_hundred(rig: Rig, golden_llm) -> None:
     rows = golden_llm.golden["prompt_input_ids"][:6].astype(np.int32)
     rng = np.random.default_rng(0)
@@ -230,7 +233,7 @@ def test_a_thousand_frames_take_no_more_memory_than_a_hundred(rig: Rig, golden_l
         for _ in range(5):
             utterance(200)
         assert rig.device_bytes() == device_before
-        assert resident_bytes() - before < 3_000_000
+        assert resident_bytes() - before < 3 * LARGE_PAGE  # what a frame keeps, a thousand times; and noise
     finally:
         model.close()
 
