@@ -43,7 +43,7 @@ class SharedBackend:
         if spec.name == "step_frame":
             return _Step(spec, self._lease("extend"), self._lease("frame"))
         if spec.name == "frame":
-            return _Frame(spec, self._lease("frame"))
+            return self._lease("frame")
         return self._backend.open(spec, path)
 
     def _lease(self, name: str) -> _Lease:
@@ -80,6 +80,12 @@ class _Lease:
             self._counted.uses -= 1
             if not self._counted.uses:
                 self._counted.session.close()
+
+    def __enter__(self) -> _Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Adapter(ABC):
@@ -121,13 +127,6 @@ class _Prefill(_Adapter):
             self._nothing = {t.name: np.zeros(t.bound_shape, np.float32) for t in cache}
             self._nothing["cache_mask"] = np.full((batch, 1, 1, 1), MASKED, np.float32)
         return self._nothing
-
-
-class _Frame(_Adapter):
-    """`frame` itself."""
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        return self._parts[0].run(feeds)
 
 
 class _Step(_Adapter):

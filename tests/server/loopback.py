@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,18 @@ from runtime.server.settings import ServerSettings
 from runtime.server.worker import WorkerSpec, run_worker
 
 TEXT = "Hello there, this is a test."
+
+
+@contextmanager
+def stopped(pool: Pool) -> Iterator[None]:
+    """The worker stands still; nothing it was given goes on."""
+    pid = pool.worker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def wav_clip(seconds: float = 1.2, rate_hz: int = 16_000) -> bytes:

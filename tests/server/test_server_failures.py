@@ -18,7 +18,7 @@ import pytest
 
 from runtime.server.jobs import Broken, Encoded, Failed, Job, Piece, Ready, Started
 from runtime.server.pool import PoolLimits, State
-from tests.server.loopback import serving, wait_for
+from tests.server.loopback import serving, stopped, wait_for
 
 LONG = " ".join(f"This is sentence number {i}, and it says something." for i in range(60))
 
@@ -32,17 +32,6 @@ def small(tiny_artifacts, tmp_path_factory):
         running.pcm()  # the clip's codes are cached from here on
         yield running
         assert running.pool.places_taken == running.pool.num_running == running.pool.num_waiting == 0
-
-
-@contextmanager
-def stopped(pool):
-    """The worker stands still; nothing it was given goes on."""
-    pid = pool.worker_pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

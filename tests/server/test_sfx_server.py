@@ -9,7 +9,6 @@ import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 
 import httpx
@@ -22,7 +21,7 @@ from runtime.errors import MossError
 from runtime.server.jobs import Finished
 from runtime.server.pool import PoolLimits, State
 from runtime.server.run import open_sounds, read_settings
-from tests.server.loopback import TEXT, serving, wait_for
+from tests.server.loopback import TEXT, serving, stopped, wait_for
 from tests.server.test_openai_client import CONTAINERS, FORMATS
 from tests.sfx.tiny import write_codec, write_language_model, write_tokenizer
 
@@ -66,16 +65,6 @@ def sound(served, **fields) -> bytes:
     answer = ask(served, **({"input": PROMPT} | fields))
     assert answer.status_code == 200, answer.text
     return answer.content
-
-
-@contextmanager
-def stopped(pool):
-    pid = pool.worker_pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("response_format", FORMATS)
