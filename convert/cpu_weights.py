@@ -27,7 +27,7 @@ from onnx import NodeProto, TensorProto, helper
 from torch import Tensor, nn
 
 from convert.trace import WeightRef
-from convert.verify import bind_known, example_axes, example_feeds, verify_graph
+from convert.verify import example_axes, example_feeds, verify_graph
 from runtime.backends.ort import OrtBackend
 from runtime.compare import Tolerance, compare_tensors
 from runtime.config import CodecConfig, ModelConfig
@@ -260,7 +260,7 @@ def _verify_activations(spec: GraphSpec, exact: Path, path: Path, model: ModelCo
     rng, backend = np.random.default_rng(0), OrtBackend()
     with backend.open(spec, exact) as first, backend.open(spec, path) as second:
         for axes in example_axes(spec.name, codec):
-            feeds = example_feeds(bind_known(spec, axes), model, codec, rng)
+            feeds = example_feeds(spec.bind_known(axes), model, codec, rng)
             got = _before_any_choice(second.run(feeds))
             for name, expected in _before_any_choice(first.run(feeds)).items():
                 found = compare_tensors(name, expected, got[name], ACTIVATIONS)

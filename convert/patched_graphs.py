@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from convert.recorded_inputs import lowering_code
-from convert.verify import TOLERANCES, bind_known, example_axes, example_feeds
+from convert.verify import TOLERANCES, example_axes, example_feeds
 from op_patches.pipeline import apply_lowerings
 from op_patches.report import LoweringReport
 from op_patches.targets import Target
@@ -118,11 +118,11 @@ def compare_graphs(
     backend = OrtBackend()
     with (
         backend.open(spec, manifest.path(manifest.graph(graph).file)) as before,
-        backend.open(bind_known(spec, fixed), patched) as after,
+        backend.open(spec.bind_known(fixed), patched) as after,
     ):
         for example in example_axes(graph, manifest.codec):
             axes = {**example, **fixed}
-            feeds = example_feeds(bind_known(spec, axes), manifest.model, manifest.codec, rng)
+            feeds = example_feeds(spec.bind_known(axes), manifest.model, manifest.codec, rng)
             expected, got = before.run(feeds), after.run(feeds)
             for tensor in spec.outputs:
                 tolerance = TOLERANCES.get(tensor.name, FLOAT32_SAME_MATH)

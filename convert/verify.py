@@ -5,7 +5,6 @@ The comparison itself is runtime/compare.py; here are only the feeds: valid valu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,6 @@ def example_axes(name: str, codec: CodecConfig) -> list[dict[str, int]]:
         return [{"B": 1}, {"B": 3}]
     frames = [(1, 2 * BLOCK_FRAMES), (2, BLOCK_FRAMES)] if name == "codec_decode" else [(1, 3), (2, 1)]
     return [{"B": batch, **derived_axes(codec, n)} for batch, n in frames]
-
-
-def bind_known(spec: GraphSpec, axes: Mapping[str, int]) -> GraphSpec:
-    """Bind those of `axes` that the graph has."""
-    return spec.bind(**{axis: size for axis, size in axes.items() if axis in spec.dynamic_axes()})
 
 
 def example_feeds(
@@ -102,7 +96,7 @@ def verify_graph(
     rng = np.random.default_rng(seed)
     with OrtBackend().open(spec, path) as session:
         for axes in example_axes(spec.name, codec):
-            bound = bind_known(spec, axes)
+            bound = spec.bind_known(axes)
             feeds = example_feeds(bound, model, codec, rng)
             with torch.inference_mode():
                 results = module(*(torch.from_numpy(feeds[t.name]) for t in spec.inputs))

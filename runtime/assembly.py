@@ -7,9 +7,11 @@ compiled size and keeps the frame loop and the rings of the codec on the device.
 from __future__ import annotations
 
 from runtime.backends.base import Backend, Session
+from runtime.backends.cann_provider import CannBackend
 from runtime.backends.om import OmBackend
 from runtime.codec import Codec, SpeechCodec
 from runtime.frame_model import FrameModel, HostFrameModel
+from runtime.graphs import ring_axes
 from runtime.manifest import Manifest
 from runtime.om_codec import OmCodec, open_om_codec
 from runtime.om_frame_model import OmFrameModel, open_om_frame_model
@@ -43,13 +45,13 @@ def open_codec(manifest: Manifest, backend: Backend) -> Codec:
 
 def _open_session(manifest: Manifest, backend: Backend, name: str) -> Session:
     graph = manifest.graph(name)
-    return backend.open(graph.spec, manifest.path(graph.file))
+    compiles_each_shape = isinstance(backend, CannBackend)
+    spec = graph.spec.bind_known(ring_axes(manifest.codec)) if compiles_each_shape else graph.spec
+    return backend.open(spec, manifest.path(graph.file))
 
 
 def describe_run(frame_model: FrameModel, backend: Backend, codec: SpeechCodec | None = None) -> list[str]:
     """For `--stats`: which backend ran each graph, and on OM what moved per frame and per launch of the codec."""
-    from runtime.backends.cann_provider import CannBackend
-
     if isinstance(frame_model, OmFrameModel) and isinstance(backend, OmBackend):
         moved = [*frame_model.stats.lines(), *(codec.stats.lines() if isinstance(codec, OmCodec) else [])]
         return [*moved, *(f"opened: {line}" for line in backend.opened)]

@@ -7,7 +7,6 @@ between: the local transformer's layer runs 17 times per frame, from a cache whe
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runtime.graphs import ring_axes
 from runtime.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def graph_bytes(manifest: Manifest, name: str, cache_rows: int, prompt_rows: int
             size = min(size, size // tensor.dims[0] * rows_of(tensor.dims[0]))
         parts.setdefault(_place(tensor), []).append(size)
     cache = sum(
-        4 * math.prod({"B": 1, "C": cache_rows}.get(str(axis), axis) for axis in t.shape)  # type: ignore[misc]  # bound
-        for t in graph.spec.inputs
+        t.num_bytes
+        for t in graph.spec.bind_known({"B": 1, "C": cache_rows, **ring_axes(manifest.codec)}).inputs
         if t.name.startswith("past_") and t.dtype == "float32"
     )
     return GraphBytes(name, sum(max(sizes) for sizes in parts.values()), sum(map(sum, parts.values())), cache)

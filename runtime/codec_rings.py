@@ -19,8 +19,10 @@ from runtime.backends.base import Session
 from runtime.config import CodecStage
 from runtime.errors import CapacityError, GenerationError
 from runtime.graphs import NO_FRAME, attention_layers, ring_capacity
+from runtime.growing_rows import GrowingRows, round_up
 from runtime.spec import Array, GraphSpec
 
+SHOWN_FRAMES = 8  # slots by which the shown part of a ring grows
 CHUNK_FRAMES = 8  # frames per launch where the graph takes any number; measured in docs/codec.md
 MAX_TOKENS = 2**20  # positions that the RoPE tables reach
 
@@ -72,7 +74,7 @@ class Rings(ABC):
 
     def run(self, chunk: Chunk, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Launch the graph on `feeds` and the rings, and store the rows of the frames that count."""
-        outputs = self._launch(chunk, {**feeds, "positions": _positions(self.stages, chunk), **self.past_positions})
+        outputs = self._launch(chunk, {**feeds, "positions": _positions(self.stages, chunk)})
         for stage, positions in self._by_stage():
             for span in spans(stage, chunk):
                 positions[0, span.slot : span.slot + span.length] = np.arange(span.frame, span.frame + span.length)
@@ -80,7 +82,7 @@ class Rings(ABC):
 
     @abstractmethod
     def _launch(self, chunk: Chunk, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run the graph and put its new rows into the slots of `spans`; its other outputs by name."""
+        """Run the graph on `feeds` and the rings, put its new rows into the slots of `spans`; its other outputs."""
 
     def _by_stage(self) -> Iterator[tuple[CodecStage, Ints]]:
         return zip(self.stages, self.past_positions.values(), strict=True)
@@ -135,6 +137,8 @@ class HostGraph(RingGraph):
     def __init__(self, stages: Stages, sessions: Sequence[Session]) -> None:
         super().__init__(stages, [session.spec for session in sessions])
         self._sessions = dict(zip(self.sizes, sessions, strict=True))
+        rings = [t for s in sessions for t in s.spec.inputs if t.name.startswith("past_positions")]
+        self.takes_any_ring = all(isinstance(t.shape[-1], str) for t in rings)  # or only whole ones
 
     def run(self, size: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run the session that takes `size` frames."""
@@ -149,27 +153,62 @@ class HostGraph(RingGraph):
 
 
 class HostRings(Rings):
-    """Rows in host memory, fed to the graph where they lie."""
+    """Rows in host memory, fed to the graph where they lie.
+
+    Where the graph takes rings of any size, it is shown the slots in use, a block of SHOWN_FRAMES at a time: in the
+    first seconds of a clip most of a ring is empty, and attention over empty slots is most of the work.
+    """
 
     def __init__(self, graph: HostGraph) -> None:
         super().__init__(graph.stages)
         self._graph, self._layers = graph, attention_layers(graph.stages)
-        self.feeds: dict[str, Array] = dict(self.past_positions)
-        for i, stage in enumerate(self._layers):
-            for kind in ("key", "value"):
-                shape = (1, stage.num_heads, ring_capacity(stage), stage.head_size)
-                self.feeds[f"past_{kind}_{i}"] = np.zeros(shape, np.float32)
+        self._rows = {
+            f"{kind}_{i}": GrowingRows(stage.num_heads, ring_capacity(stage), stage.head_size)
+            for i, stage in enumerate(self._layers)
+            for kind in ("key", "value")
+        }
+        self._written = 0  # frames since the rings were cleared
+
+    def clear(self) -> None:
+        super().clear()
+        self._written = 0
+        self._show(0)
+
+    def feeds(self) -> dict[str, Array]:
+        """The rings as inputs of the graph."""
+        shown = {
+            name: positions[:, : self._shown(stage, self._written)]
+            for (stage, positions), name in zip(self._by_stage(), self.past_positions, strict=True)
+        }
+        return {**shown, **{f"past_{name}": rows.array for name, rows in self._rows.items()}}
 
     def _launch(self, chunk: Chunk, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        outputs = self._graph.run(chunk.size, {**feeds, **self.feeds})
+        outputs = self._graph.run(chunk.size, {**feeds, **self.feeds()})
+        self._show(chunk.first + chunk.count)
         for i, stage in enumerate(self._layers):
             n = stage.tokens_per_frame
             for span in spans(stage, chunk):
                 into = slice(span.slot * n, (span.slot + span.length) * n)
                 out_of = slice((span.frame - chunk.first) * n, (span.frame - chunk.first + span.length) * n)
                 for kind in ("key", "value"):
-                    self.feeds[f"past_{kind}_{i}"][:, :, into] = outputs[f"new_{kind}_{i}"][:, :, out_of]
+                    self._rows[f"{kind}_{i}"].array[:, :, into] = outputs[f"new_{kind}_{i}"][:, :, out_of]
         return outputs
+
+    def _show(self, written: int) -> None:
+        """Show the slots of `written` frames."""
+        for i, stage in enumerate(self._layers):
+            n = stage.tokens_per_frame
+            keep, now = self._shown(stage, self._written) * n, self._shown(stage, written) * n
+            for rows in (self._rows[f"key_{i}"], self._rows[f"value_{i}"]):
+                if rows.array.shape[2] != now:
+                    rows.show(now, keep)
+        self._written = written
+
+    def _shown(self, stage: CodecStage, written: int) -> int:
+        """Slots of a ring of this stage that the graph sees after that many frames; never none."""
+        if not self._graph.takes_any_ring:
+            return stage.ring_frames
+        return min(round_up(max(written, 1), SHOWN_FRAMES), stage.ring_frames)
 
 
 def spans(stage: CodecStage, chunk: Chunk) -> list[Span]:

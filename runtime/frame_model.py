@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from runtime.backends.base import Backend, Session
 from runtime.errors import CapacityError
+from runtime.growing_rows import GrowingRows, round_up
 from runtime.manifest import Manifest
 from runtime.sampling import MASKED, SamplingParams
 from runtime.spec import Array
@@ -184,56 +185,42 @@ class HostFrameModel:
 class HostKvCache:
     """Keys and values [1, H, C, D] of every layer, allocated once for `capacity` rows.
 
-    A graph must get a contiguous array, and reading rows that are not there costs time. So the visible C is the length
-    rounded up to CACHE_BLOCK: the heads lie that far apart, and move apart in place when a block is full. Between two
-    blocks nothing moves; a new row is written where it stays.
+    The visible C is the length rounded up to CACHE_BLOCK, so that the graph reads no more than that.
     """
 
     def __init__(self, num_tensors: int, num_heads: int, head_size: int, capacity: int) -> None:
-        self.num_heads, self.head_size, self.capacity = num_heads, head_size, capacity
-        self.length = 0
-        self._visible = 0
-        self._flat = [np.zeros(num_heads * capacity * head_size, np.float32) for _ in range(num_tensors)]
+        self.capacity, self.length = capacity, 0
+        self._visible = capacity
+        self._tensors = [GrowingRows(num_heads, capacity, head_size) for _ in range(num_tensors)]
         self._mask = np.full((1, 1, 1, capacity), MASKED, np.float32)
 
     def load(self, rows: list[Array]) -> None:
         """Start over with the prompt's rows [1, H, T, D]."""
         self.length = rows[0].shape[2]
-        self._visible = self._rounded(self.length + 1)
-        for flat, new in zip(self._flat, rows, strict=True):
-            self._view(flat)[:, :, : self.length] = new
+        self._show(keep=0)
+        for tensor, new in zip(self._tensors, rows, strict=True):
+            tensor.array[:, :, : self.length] = new
         self._mask[...] = MASKED
         self._mask[..., : self.length] = 0
 
     def append(self, rows: list[Array]) -> None:
         """Write one new row [1, H, 1, D] per tensor behind the last one."""
         if self.length >= self._visible:
-            self._grow()
-        for flat, new in zip(self._flat, rows, strict=True):
-            self._view(flat)[:, :, self.length] = new[:, :, 0]
+            self._show(keep=self.length)
+        for tensor, new in zip(self._tensors, rows, strict=True):
+            tensor.array[:, :, self.length] = new[:, :, 0]
         self._mask[..., self.length] = 0
         self.length += 1
 
     def visible(self) -> tuple[list[Floats], Floats]:
         """The arrays to feed, and the additive mask that covers their unused rows."""
-        return [self._view(flat) for flat in self._flat], self._mask[..., : self._visible]
+        return [tensor.array for tensor in self._tensors], self._mask[..., : self._visible]
 
-    def _view(self, flat: Floats) -> Floats:
-        size = self.num_heads * self._visible * self.head_size
-        return flat[:size].reshape(1, self.num_heads, self._visible, self.head_size)
-
-    def _rounded(self, rows: int) -> int:
-        return min(-(-rows // CACHE_BLOCK) * CACHE_BLOCK, self.capacity)
-
-    def _grow(self) -> None:
-        """Move the heads apart, the last one first, so that none is overwritten before it has moved."""
-        old, new = self._visible, self._rounded(self.length + 1)
-        used = self.length * self.head_size
-        for flat in self._flat:
-            for head in reversed(range(1, self.num_heads)):
-                source, target = head * old * self.head_size, head * new * self.head_size
-                flat[target : target + used] = flat[source : source + used].copy()
-        self._visible = new
+    def _show(self, keep: int) -> None:
+        """Show the block that the next row falls into."""
+        self._visible = min(round_up(self.length + 1, CACHE_BLOCK), self.capacity)
+        for tensor in self._tensors:
+            tensor.show(self._visible, keep)
 
 
 def check_prompt_fits(num_rows: int, capacity: int) -> None:

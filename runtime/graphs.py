@@ -1,6 +1,7 @@
 """THE table of graphs: from the model configs to the interface of every exported network.
 
-Axes that stay names until they are bound: B batch, T prompt rows, C cache capacity, F codec frames, N samples.
+Axes that stay names until they are bound: B batch, T prompt rows, C cache capacity, F codec frames, N samples; F32 the
+tokens of F frames at 32 per frame, R50 the shown slots of a ring of 50 frames, R50x32 their tokens.
 L, H, D, E, Q, V are numbers of the checkpoint: layers, heads, head size, hidden size, codebooks, codes per codebook.
 
 A step returns only its new key and value rows ("delta"): the owner of the cache writes them at `position`.
@@ -174,7 +175,8 @@ def codec_stream_spec(codec: CodecConfig) -> GraphSpec:
     """The next F frames to a waveform; rings hold the window of keys and values of each attention layer.
 
     Frame p lies in the slot p mod ring_frames of its stage. `past_positions_s` says which frame each slot of stage s
-    holds; NO_FRAME hides a slot. Only the new rows come out; the owner writes them into the rings.
+    holds; NO_FRAME hides a slot, and slots at the end that never held a frame need not be shown. Only the new rows come
+    out; the owner writes them into the rings.
     """
     return GraphSpec(
         "codec_stream",
@@ -189,9 +191,9 @@ def codec_stream_spec(codec: CodecConfig) -> GraphSpec:
 
 def _past_rings(stages: tuple[CodecStage, ...]) -> tuple[TensorSpec, ...]:
     return (
-        *(TensorSpec(f"past_positions_{i}", "int32", ("B", s.ring_frames)) for i, s in enumerate(stages)),
+        *(TensorSpec(f"past_positions_{i}", "int32", ("B", f"R{s.ring_frames}")) for i, s in enumerate(stages)),
         *(
-            TensorSpec(f"past_{kind}_{i}", "float32", ("B", s.num_heads, ring_capacity(s), s.head_size))
+            TensorSpec(f"past_{kind}_{i}", "float32", ("B", s.num_heads, _ring_tokens(s), s.head_size))
             for i, s in enumerate(attention_layers(stages))
             for kind in ("key", "value")
         ),
@@ -216,12 +218,23 @@ def ring_capacity(stage: CodecStage) -> int:
     return stage.ring_frames * stage.tokens_per_frame
 
 
+def _ring_tokens(stage: CodecStage) -> str:
+    """The axis of the rows of a ring: tokens_per_frame for each slot that is shown."""
+    return f"R{stage.ring_frames}x{stage.tokens_per_frame}"
+
+
+def ring_axes(codec: CodecConfig) -> dict[str, int]:
+    """The axes of the rings when every slot is shown, which is how they are compiled."""
+    stages = (*codec.encoder, *codec.decoder)
+    return {f"R{s.ring_frames}": s.ring_frames for s in stages} | {_ring_tokens(s): ring_capacity(s) for s in stages}
+
+
 def whole_blocks(num_frames: int) -> int:
     """The frames that codec_decode takes for `num_frames`: the next multiple of BLOCK_FRAMES."""
     return -(-num_frames // BLOCK_FRAMES) * BLOCK_FRAMES
 
 
 def derived_axes(codec: CodecConfig, num_frames: int) -> dict[str, int]:
-    """The axes of the codec graphs that follow from the number of frames."""
+    """The axes of the codec graphs for this number of frames and whole rings."""
     per_frame = {f"F{s.tokens_per_frame}": s.tokens_per_frame * num_frames for s in (*codec.encoder, *codec.decoder)}
-    return {"F": num_frames, "N": codec.samples_per_frame * num_frames, **per_frame}
+    return {"F": num_frames, "N": codec.samples_per_frame * num_frames, **per_frame, **ring_axes(codec)}

@@ -228,7 +228,7 @@ class OmRings(Rings):
             )
         self._graph.enter()
         self._sound = False
-        outputs = self._graph.launch(self, chunk, feeds)
+        outputs = self._graph.launch(self, chunk, {**feeds, **self.past_positions})
         self._sound = True
         return outputs
 

@@ -104,6 +104,10 @@ class GraphSpec:
             )
         return GraphSpec(self.name, tuple(t.bind(axes) for t in self.inputs), tuple(t.bind(axes) for t in self.outputs))
 
+    def bind_known(self, axes: Mapping[str, int]) -> GraphSpec:
+        """Bind those of `axes` that the graph has."""
+        return self.bind(**{axis: size for axis, size in axes.items() if axis in self.dynamic_axes()})
+
     def atc_input_shape(self) -> str:
         """The value of ATC's --input_shape: "rows:1,128,17;positions:1,128"; every axis must be bound."""
         return ";".join(f"{t.name}:{','.join(map(str, t.bound_shape))}" for t in self.inputs)

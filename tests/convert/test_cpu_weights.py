@@ -19,7 +19,7 @@ from convert import cpu_weights
 from convert.cli import cli as convert_cli
 from convert.cpu_weights import BlockFormat, Reducer, quantise
 from convert.export import export_artifacts
-from convert.verify import bind_known, example_feeds
+from convert.verify import example_feeds
 from runtime import parity_loss
 from runtime.backends.ort import OrtBackend
 from runtime.backends.select import open_backend
@@ -137,7 +137,7 @@ def test_every_graph_runs_and_stays_near_float32(kind: str, tiny_artifacts, redu
     backend = OrtBackend()
     for name in LLM_GRAPHS:
         spec = full.graph(name).spec
-        axes = bind_known(spec, {"B": 2, "T": 24, "C": 12})
+        axes = spec.bind_known({"B": 2, "T": 24, "C": 12})
         feeds = example_feeds(axes, full.model, full.codec, np.random.default_rng(1))
         results = []
         for m in (full, manifest):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from convert.bench_variants import VARIANTS, export_variant
-from convert.verify import bind_known, example_feeds
+from convert.verify import example_feeds
 from runtime.backends.ort import OrtBackend
 from runtime.manifest import Manifest
 
@@ -46,7 +46,7 @@ def compare(name, variant, manifest, other, threads, calls) -> None:
     ]
     nodes = [m.graph(variant.graph).num_nodes for m in (manifest, other)]
     for axes in CASES[variant.graph]:
-        spec = bind_known(sessions[0].spec, axes)
+        spec = sessions[0].spec.bind_known(axes)
         feeds = example_feeds(spec, manifest.model, manifest.codec, np.random.default_rng(0))
         cpu, wall = ([[], []] for _ in range(2))
         for _ in range(1 + calls):

@@ -4,9 +4,11 @@ where there is one. On a device box set MOSS_OM_ARTIFACTS to a directory that wa
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -211,9 +213,6 @@ def test_golden_codes_are_identical(rig: Rig, golden_llm) -> None:
         model.close()
 
 
-LARGE_PAGE = 2 << 20  # the kernel may back NumPy arrays with these, each as a whole, whenever it likes
-
-
 def test_a_thousand_frames_take_no_more_memory_than_a_hundred(rig: Rig, golden_llm) -> None:
     rows = golden_llm.golden["prompt_input_ids"][:6].astype(np.int32)
     rng = np.random.default_rng(0)
@@ -226,18 +225,30 @@ def test_a_thousand_frames_take_no_more_memory_than_a_hundred(rig: Rig, golden_l
 
     try:
         utterance(240)  # grow once to the longest cache
-        for thread in threading.enumerate():  # weights that still move onto large pages would count
-            if thread.name == "large pages":
-                thread.join()
-        before, device_before = resident_bytes(), rig.device_bytes()
+        (bytes_before, objects_before), device_before = in_use(), rig.device_bytes()
         for _ in range(5):
             utterance(200)
+        num_bytes, objects = in_use()
         assert rig.device_bytes() == device_before
-        assert resident_bytes() - before < 3 * LARGE_PAGE  # what a frame keeps, a thousand times; and noise
+        assert num_bytes - bytes_before < 256 << 10  # a quarter of a KiB per frame would show
+        assert objects - objects_before < 1000  # as would one Python object per frame
     finally:
         model.close()
 
 
-def resident_bytes() -> int:
+class MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc: what was allocated and not freed, whatever pages the kernel keeps for it."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "top")
+    )
+
+
+def in_use() -> tuple[int, int]:
+    """Bytes that malloc has given out, arrays and native code alike, and the number of small Python objects."""
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = MallocInfo
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd, sys.getallocatedblocks()

@@ -13,12 +13,16 @@ import onnx.parser
 import onnxruntime
 import pytest
 
+from runtime.assembly import open_codec
 from runtime.backends import om_device
 from runtime.backends.cann_provider import CannBackend, read_placement
 from runtime.backends.npu import prepare_npu
+from runtime.backends.ort import OrtBackend, spin_entries
 from runtime.backends.select import BackendOptions, device_number, open_backend
 from runtime.backends.simulator import SimulatorConfig, installed, uninstall
 from runtime.errors import BackendError, BackendUnavailableError
+from runtime.graphs import ring_axes
+from runtime.manifest import Manifest
 from runtime.spec import GraphSpec, TensorSpec
 from tests.runtime.om_builds import compile_llm
 
@@ -46,6 +50,37 @@ def test_contradictions_are_refused(golden_llm, options: BackendOptions, words: 
             open_backend(options.name, manifest, options=options)
     finally:
         uninstall()
+
+
+def test_idle_threads_spin_for_a_moment_where_onnxruntime_can_end_it(golden_llm) -> None:
+    allow, duration = "session.intra_op.allow_spinning", "session.intra_op.spin_duration_us"
+    for version in ("1.19.2", "1.25.1"):
+        assert spin_entries(version) == {allow: "0"}
+    for version in ("1.26.0", "1.100.0", "2.0.0.dev3"):
+        assert spin_entries(version) == {allow: "1", duration: "20"}
+    backend, graph = OrtBackend(threads=2), golden_llm.manifest.graph("frame")
+    with backend.open(graph.spec, golden_llm.manifest.path(graph.file)) as session:
+        options = session._session.get_session_options()
+        set_ = {e: options.get_session_config_entry(e) for e in spin_entries(onnxruntime.__version__)}
+        assert set_ == spin_entries(onnxruntime.__version__)
+
+
+def test_the_cann_provider_gets_whole_rings(tiny_artifacts: Path, monkeypatch) -> None:
+    opened: list[GraphSpec] = []
+
+    class Provider(CannBackend):
+        def __init__(self) -> None:
+            self.name = "ort cann"
+
+        def open(self, spec: GraphSpec, path: Path) -> Any:
+            opened.append(spec)
+            return OrtBackend().open(spec, path)
+
+    manifest = Manifest.load(tiny_artifacts)
+    open_codec(manifest, Provider()).close()
+    assert [spec.name for spec in opened] == ["codec_encode", "codec_stream"]
+    assert all(axis not in spec.dynamic_axes() for spec in opened for axis in ring_axes(manifest.codec))
+    assert all("F" in spec.dynamic_axes() for spec in opened)
 
 
 def test_device_names_become_numbers(golden_llm) -> None:

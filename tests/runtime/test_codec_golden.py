@@ -142,11 +142,12 @@ def test_the_ring_holds_the_keys_of_upstream(model: Model, golden: dict[str, np.
     """The golden positions are those after 15 frames; the golden keys turned out to be those after all 60 (upstream
     shifted its cache in place after it was recorded): tokens 215 to 239."""
     stage, stream = model.config.decoder[0], model.codec().stream()
-    feeds = stream._open_rings().feeds
     stream.push(golden["decode_codes"][:15])
+    feeds = stream._open_rings().feeds()
     frames = np.unique(golden["stream_state_after15_pos_layer0"] // stage.tokens_per_frame)
     np.testing.assert_array_equal(feeds["past_positions_0"][0, frames % stage.ring_frames], frames)
     stream.push(golden["decode_codes"][15:])
+    feeds = stream._open_rings().feeds()
     frames, within = np.divmod(np.arange(215, 240), stage.tokens_per_frame)
     rows = (frames % stage.ring_frames) * stage.tokens_per_frame + within
     keys = pairs_from_halves(feeds["past_key_0"][0][:, rows], stage)

@@ -77,8 +77,28 @@ def test_rings_are_fed_where_they_lie() -> None:
     setup.codec.decode(codes(40))
     first, *later = setup.stream[0].feeds
     for feeds in later:
-        assert all(feeds[name] is first[name] for name in first if name.startswith("past_"))
-    assert all(first[name].flags["C_CONTIGUOUS"] for name in first)
+        assert all(np.shares_memory(feeds[name], first[name]) for name in first if name.startswith("past_"))
+    assert all(array.flags["C_CONTIGUOUS"] for feeds in setup.stream[0].feeds for array in feeds.values())
+
+
+def test_a_graph_is_shown_the_slots_in_use_and_not_the_empty_ones() -> None:
+    setup = Setup()
+    with setup.codec.stream() as stream:
+        for n in (1, 1, 6, 8, 200):
+            stream.push(codes(n))
+    with setup.codec.stream() as stream:  # the next one begins small again
+        stream.push(codes(1))
+    for number, stage in enumerate(CONFIG.decoder):
+        shown = [feeds[f"past_positions_{number}"].shape[1] for feeds in setup.stream[0].feeds]
+        expected = [8, 8, 8, 8, *range(16, 216, 8), 8]
+        assert shown == [min(slots, stage.ring_frames) for slots in expected]
+
+
+def test_a_graph_with_bound_rings_gets_whole_ones() -> None:
+    setup = Setup(stream=(8,))
+    setup.codec.decode(codes(8))
+    for number, stage in enumerate(CONFIG.decoder):
+        assert setup.stream[0].feeds[0][f"past_positions_{number}"].shape == (1, stage.ring_frames)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +127,7 @@ def test_after_any_chunking_each_slot_holds_the_newest_frame_of_its_residue(chun
         newest = total - 1 - (total - 1 - slots) % stage.ring_frames
         np.testing.assert_array_equal(rings.past_positions[f"past_positions_{number}"][0], newest)
         for kind in ("key", "value"):
-            rows = rings.feeds[f"past_{kind}_{layer}"][0, :, :, 0]
+            rows = rings.feeds()[f"past_{kind}_{layer}"][0, :, :, 0]
             np.testing.assert_array_equal(rows, np.repeat(newest, stage.tokens_per_frame)[None].repeat(4, 0))
 
 
@@ -153,7 +173,8 @@ def test_a_long_clip_is_encoded_over_the_same_rings() -> None:
     setup.codec.encode(np.ones((2, 384 * 3), np.float32))
     small, large = setup.encode
     assert [len(s.feeds) for s in setup.encode] == [1, 3]  # 32 + 32 + 6 padded to 32; then 3 padded to 4
-    assert all(small.feeds[0][name] is large.feeds[0][name] for name in small.feeds[0] if name.startswith("past_"))
+    past = [name for name in small.feeds[0] if name.startswith("past_")]
+    assert all(np.shares_memory(small.feeds[0][name], large.feeds[0][name]) for name in past)
     fed = small.feeds[0]["waveform"][0]
     assert (fed[:, : 384 * 3] == 1).all()
     assert (fed[:, 384 * 3 :] == 0).all()

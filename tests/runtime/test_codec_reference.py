@@ -230,8 +230,7 @@ def test_streams_of_one_batch_may_stand_at_different_positions(case: Case) -> No
     session = case.session("codec_stream")
     older = case.codec().stream()
     older.push(codes[1, :5])
-    rings = {name: older._open_rings().feeds[name] for name in older._open_rings().feeds}
-    fresh = case.codec().stream()._open_rings().feeds
+    rings, fresh = older._open_rings().feeds(), case.codec().stream()._open_rings().feeds()
     feeds = {name: np.concatenate([fresh[name], rings[name]]) for name in rings}
     feeds["codes"] = np.ascontiguousarray(np.stack([codes[0, :4], codes[1, 5:]]).transpose(0, 2, 1))
     feeds["positions"] = np.array([[0, 1, 2, 3], [5, 6, 7, 8]], np.int32)

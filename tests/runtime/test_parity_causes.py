@@ -128,7 +128,7 @@ def test_cache_rows_in_the_wrong_place(manifest, a, shift, words):
     cache = side.model._cache
 
     def append(rows):
-        views = [cache._view(flat) for flat in cache._flat]
+        views, _ = cache.visible()
         if shift is not None:
             for view, new in zip(views, rows, strict=True):
                 view[:, :, cache.length + shift] = new[:, :, 0]
