@@ -236,13 +236,13 @@ def test_a_thousand_frames_take_no_more_memory_than_a_hundred(rig: Rig, golden_l
         model.close()
 
 
+MALLOC_FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "top"]
+
+
 class MallocInfo(ctypes.Structure):
     """struct mallinfo2 of glibc: what was allocated and not freed, whatever pages the kernel keeps for it."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "top")
-    )
+    _fields_ = [(name, ctypes.c_size_t) for name in MALLOC_FIELDS]
 
 
 def in_use() -> tuple[int, int]:

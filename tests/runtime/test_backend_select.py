@@ -13,7 +13,6 @@ import onnx.parser
 import onnxruntime
 import pytest
 
-from runtime.assembly import open_codec
 from runtime.backends import om_device
 from runtime.backends.cann_provider import CannBackend, read_placement
 from runtime.backends.npu import prepare_npu
@@ -21,8 +20,6 @@ from runtime.backends.ort import OrtBackend, spin_entries
 from runtime.backends.select import BackendOptions, device_number, open_backend
 from runtime.backends.simulator import SimulatorConfig, installed, uninstall
 from runtime.errors import BackendError, BackendUnavailableError
-from runtime.graphs import ring_axes
-from runtime.manifest import Manifest
 from runtime.spec import GraphSpec, TensorSpec
 from tests.runtime.om_builds import compile_llm
 
@@ -63,24 +60,6 @@ def test_idle_threads_spin_for_a_moment_where_onnxruntime_can_end_it(golden_llm)
         options = session._session.get_session_options()
         set_ = {e: options.get_session_config_entry(e) for e in spin_entries(onnxruntime.__version__)}
         assert set_ == spin_entries(onnxruntime.__version__)
-
-
-def test_the_cann_provider_gets_whole_rings(tiny_artifacts: Path, monkeypatch) -> None:
-    opened: list[GraphSpec] = []
-
-    class Provider(CannBackend):
-        def __init__(self) -> None:
-            self.name = "ort cann"
-
-        def open(self, spec: GraphSpec, path: Path) -> Any:
-            opened.append(spec)
-            return OrtBackend().open(spec, path)
-
-    manifest = Manifest.load(tiny_artifacts)
-    open_codec(manifest, Provider()).close()
-    assert [spec.name for spec in opened] == ["codec_encode", "codec_stream"]
-    assert all(axis not in spec.dynamic_axes() for spec in opened for axis in ring_axes(manifest.codec))
-    assert all("F" in spec.dynamic_axes() for spec in opened)
 
 
 def test_device_names_become_numbers(golden_llm) -> None:

@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.assembly import open_codec
+from runtime.backends.cann_provider import CannBackend
+from runtime.backends.ort import OrtBackend
 from runtime.codec import Codec
 from runtime.codec_rings import MAX_TOKENS, Chunk, Span, spans
 from runtime.config import CodecConfig, CodecStage, read_config_json
 from runtime.errors import AudioError, CapacityError, CheckpointError, GenerationError
-from runtime.graphs import NO_FRAME, codec_encode_spec, codec_stream_spec, derived_axes
+from runtime.graphs import NO_FRAME, codec_encode_spec, codec_stream_spec, derived_axes, ring_axes
+from runtime.manifest import Manifest
 from runtime.spec import Array, GraphSpec
 
 RAW = read_config_json(Path(__file__).parents[1] / "data" / "nano" / "tiny_codec")
@@ -99,6 +103,24 @@ def test_a_graph_with_bound_rings_gets_whole_ones() -> None:
     setup.codec.decode(codes(8))
     for number, stage in enumerate(CONFIG.decoder):
         assert setup.stream[0].feeds[0][f"past_positions_{number}"].shape == (1, stage.ring_frames)
+
+
+def test_the_cann_provider_gets_whole_rings(tiny_artifacts: Path, monkeypatch) -> None:
+    opened: list[GraphSpec] = []
+
+    class Provider(CannBackend):
+        def __init__(self) -> None:
+            self.name = "ort cann"
+
+        def open(self, spec: GraphSpec, path: Path) -> Any:
+            opened.append(spec)
+            return OrtBackend().open(spec, path)
+
+    manifest = Manifest.load(tiny_artifacts)
+    open_codec(manifest, Provider()).close()
+    assert [spec.name for spec in opened] == ["codec_encode", "codec_stream"]
+    assert all(axis not in spec.dynamic_axes() for spec in opened for axis in ring_axes(manifest.codec))
+    assert all("F" in spec.dynamic_axes() for spec in opened)
 
 
 @pytest.mark.parametrize(
