@@ -25,7 +25,6 @@ COMMANDS = {
     "simplify": ("convert.commands.simplify:simplify", "onnxsim on a foreign graph, checked."),
     "atc": ("convert.commands.atc:atc", "Plan, script or run the ATC compilation."),
     "build": ("convert.commands.build:build", "Export, patch, check and compile, skipping what is unchanged."),
-    "bench-plan": ("convert.commands.bench_plan:bench_plan", "Predict the speed on a device that is not here."),
     "sfx-export": ("convert.commands.sfx_export:sfx_export", "Export MOSS-SoundEffect to ONNX graphs in parts."),
     "sfx-plan": ("convert.commands.sfx_plan:sfx_plan", "Device memory of MOSS-SoundEffect's parts, and its ATC runs."),
 }

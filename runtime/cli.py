@@ -15,7 +15,7 @@ COMMANDS = {
     "text": ("runtime.commands.text:text", "Show what will be spoken for a text."),
     "voice": ("runtime.commands.voice:voice", "Store reference voices under names."),
     "parity": ("runtime.commands.parity:parity", "Compare two backends stage by stage; reports, exit 0, 1 or 2."),
-    "bench": ("runtime.commands.bench:bench", "Measure speed and memory; compare two measurements."),
+    "bench": ("runtime.commands.bench:bench", "Measure speed and memory; compare; predict a device."),
     "serve": ("runtime.commands.serve:serve", "Serve speech over HTTP, as OpenAI's clients expect it."),
     "precision": ("runtime.commands.precision:precision", "Show what a reduced precision can reach, and what to keep."),
     "accuracy": ("runtime.commands.accuracy:accuracy", "Compare two backends over a list of texts."),

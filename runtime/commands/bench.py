@@ -1,4 +1,4 @@
-"""run-om bench: how fast a model speaks here, and how far that is from what the hardware allows."""
+"""run-om bench: how fast a model speaks here, how far that is from what the hardware allows, what a device may do."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 
 
 class BenchGroup(click.Group):
-    """`bench ARTIFACTS` measures; `bench diff A B` compares."""
+    """`bench ARTIFACTS` measures; `bench diff A B` compares; `bench --plan ARTIFACTS` predicts."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--plan" in args:  # needs the lowerings, which this package does not import
-            raise BenchError("a device that is not here is predicted by: convert-moss bench-plan ARTIFACTS --target …")
-        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+        if "--plan" in args:
+            args = ["plan", *(arg for arg in args if arg != "--plan")]
+        elif args and args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
 
 @click.group(cls=BenchGroup)
 def bench() -> None:
-    """Measure artifacts, or compare two results.
+    """Measure artifacts, compare two results, or predict a device that is not here.
 
     \b
     run-om bench ARTIFACTS --backend ort --threads 1 --out a.json
     run-om bench diff a.json b.json
+    run-om bench --plan ARTIFACTS --target 910B4,precision=fp16
     """
 
 
@@ -141,3 +142,29 @@ def diff(a: Path, b: Path) -> None:
     from runtime.bench_diff import read_result
 
     click.echo(compare(read_result(a), read_result(b)))
+
+
+@bench.command()
+@click.argument("artifacts", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--target", default="910B4,precision=fp16", show_default=True, help="As of convert-moss check.")
+@click.option("--savings", is_flag=True, help="Also each exact saving taken back: kernels before and after.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(artifacts: Path, target: str, savings: bool, as_json: bool) -> None:
+    """Predict kernels, bytes and time of ARTIFACTS on a device, per graph and per frame, with every assumption stated.
+
+    Also written `run-om bench --plan ARTIFACTS`. It lowers the graphs for the target first, which takes the packages
+    of the extra `convert`.
+    """
+    try:
+        from convert.bench_plan import as_text, plan_speed
+        from op_patches.targets import Target
+    except ModuleNotFoundError as error:
+        raise BenchError(
+            f"a prediction lowers graphs, which needs {error.name}; run: pip install 'moss-tts-nano-ascend[convert]'"
+        ) from error
+    from runtime.manifest import Manifest
+
+    manifest = Manifest.load(artifacts)
+    manifest.require_float32("a device")
+    found = plan_speed(manifest, Target.parse(target), with_savings=savings)
+    click.echo(json.dumps(found.to_dict(), indent=1) if as_json else as_text(found))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 from click.testing import CliRunner
 
@@ -11,6 +14,7 @@ from convert.patched_graphs import lower_graph
 from op_patches.targets import Target
 from runtime.cli import cli
 from runtime.errors import BenchError
+from runtime.graphs import DEVICE_GRAPHS
 from runtime.manifest import Manifest
 
 
@@ -51,9 +55,20 @@ def test_each_exact_saving_never_adds_kernels_and_work_together(tiny_artifacts):
     assert sorted(tiny_artifacts.iterdir()) == before  # the variants leave nothing behind
 
 
-def test_run_om_bench_names_the_command_that_predicts():
-    result = CliRunner().invoke(cli, ["bench", "--plan", "--target", "910B4"])
-    assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "convert-moss bench-plan" in result.stderr
+@pytest.mark.parametrize("words", [["--plan", "{}"], ["{}", "--plan"], ["plan", "{}"]])
+def test_the_command_predicts_and_says_so(tiny_artifacts, words):
+    command = ["bench", *(word.format(tiny_artifacts) for word in words), "--target", "310P3,precision=fp16"]
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 0, result.output
+    assert "PREDICTION" in result.stdout and "310P3" in result.stdout and "step_frame" in result.stdout
+    data = json.loads(CliRunner().invoke(cli, [*command, "--json"]).stdout)
+    assert {graph["graph"] for graph in data["graphs"]} == set(DEVICE_GRAPHS)
+
+
+def test_without_the_packages_of_convert_one_line_says_what_to_install(tiny_artifacts, monkeypatch):
+    monkeypatch.setitem(sys.modules, "convert.bench_plan", None)
+    result = CliRunner().invoke(cli, ["bench", "--plan", str(tiny_artifacts)])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "[convert]" in result.stderr
 
 
 def test_a_chip_without_a_cost_model_is_refused(tiny_artifacts):

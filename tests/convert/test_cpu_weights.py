@@ -272,7 +272,7 @@ def test_everything_but_onnx_runtime_on_a_cpu_refuses_reduced_weights(reduced, t
     say = ["say", "--artifacts", artifacts, "--text", "Hello.", "--out", tmp_path / "x.wav"]
     commands = {
         "ATC needs float32": (convert_cli, ["atc", artifacts, "--dry-run"]),
-        "a device needs float32": (convert_cli, ["bench-plan", artifacts]),
+        "a device needs float32": (run_cli, ["bench", "--plan", artifacts]),
         "weights, which only operators of ONNX Runtime": (
             convert_cli, ["build", model, "--codec", codec, "--out", artifacts, "--dry-run"]
         ),
