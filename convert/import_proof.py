@@ -175,7 +175,8 @@ def _same_frame(proof: Proof, theirs: Frame, ours: Frame) -> None:
         proof.same("frame: codes", theirs.codes, ours.codes)
     if theirs.slot_logits is None or theirs.code_logits is None:  # the fixed graph shows none; local_decoder is missing
         return
-    proof.same("frame: logits of slot and end", theirs.slot_logits, ours.slot_logits)
+    tolerance = TOLERANCES["slot_logits"] if proof.exact else proof.tolerance
+    proof.same("frame: logits of slot and end", theirs.slot_logits, ours.slot_logits, tolerance)
     different = np.flatnonzero(theirs.codes != ours.codes)
     end = int(different[0]) + 1 if different.size else len(theirs.codes)  # what follows another code is another thing
     proof.same("frame: logits of codes", theirs.code_logits[:end], ours.code_logits[:end])
