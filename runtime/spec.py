@@ -6,6 +6,7 @@ backends and manifest all read the same GraphSpec; none of them repeats it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ Axis = int | str
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int64", "bool")
 
 
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of a spec's dtype; bfloat16 (MOSS-SoundEffect only) comes from ml_dtypes."""
     if name == "bfloat16":
@@ -68,6 +70,17 @@ class TensorSpec:
             raise SpecMismatchError(f"{self.name}: {self} has unbound axes; bind them first")
         return numbers
 
+    def match(self, shape: tuple[int, ...], axes: Mapping[str, int]) -> dict[str, int] | None:
+        """The numbers that named axes get from an array of this shape; None when it does not fit them and `axes`."""
+        if len(shape) != len(self.shape):
+            return None
+        found: dict[str, int] = {}
+        for axis, size in zip(self.shape, shape, strict=True):
+            want = axis if isinstance(axis, int) else axes.get(axis) or found.setdefault(axis, size)
+            if want != size or size < 1:
+                return None
+        return found
+
     def bind(self, axes: Mapping[str, int]) -> TensorSpec:
         """Replace the named axes that `axes` knows."""
         shape = tuple(axes.get(axis, axis) if isinstance(axis, str) else axis for axis in self.shape)
@@ -113,24 +126,24 @@ class GraphSpec:
         return ";".join(f"{t.name}:{','.join(map(str, t.bound_shape))}" for t in self.inputs)
 
     def check_feeds(self, feeds: Mapping[str, Array]) -> dict[str, int]:
-        """Check names, dtypes and shapes of `feeds`; return the numbers that the named axes take."""
-        expected = {t.name: t for t in self.inputs}
-        for name in feeds:
-            if name not in expected:
-                raise SpecMismatchError(f"{self.name}: unknown input {name}; inputs: {', '.join(expected)}")
+        """Check names, dtypes and shapes of `feeds`; return the numbers that the named axes take.
+
+        It runs before every launch, so what is right is only looked at, and what is wrong is put into words.
+        """
         axes: dict[str, int] = {}
         for tensor in self.inputs:
-            if tensor.name not in feeds:
+            value = feeds.get(tensor.name)
+            if value is None:
                 raise SpecMismatchError(f"{self.name}: input {tensor.name} is missing; expected {tensor}")
-            value = feeds[tensor.name]
-            got = f"{value.dtype}[{', '.join(map(str, value.shape))}]"
-            mismatch = SpecMismatchError(f"{self.name}: {tensor.name}: expected {tensor.bind(axes)}, got {got}")
-            if value.dtype != numpy_dtype(tensor.dtype) or len(value.shape) != len(tensor.shape):
-                raise mismatch
-            for axis, size in zip(tensor.shape, value.shape, strict=True):
-                want = axis if isinstance(axis, int) else axes.setdefault(axis, size)
-                if want != size or size < 1:
-                    raise mismatch
+            found = tensor.match(value.shape, axes)
+            if found is None or value.dtype != numpy_dtype(tensor.dtype):
+                got = f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+                raise SpecMismatchError(f"{self.name}: {tensor.name}: expected {tensor.bind(axes)}, got {got}")
+            axes |= found
+        if len(feeds) > len(self.inputs):
+            names = [t.name for t in self.inputs]
+            unknown = next(name for name in feeds if name not in names)
+            raise SpecMismatchError(f"{self.name}: unknown input {unknown}; inputs: {', '.join(names)}")
         return axes
 
     def to_dict(self) -> dict[str, Any]:
