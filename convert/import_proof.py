@@ -18,7 +18,7 @@ import torch
 
 from convert.checkpoint import Checkpoint
 from convert.export import build_module
-from convert.verify import TOLERANCES
+from convert.verify import LOGITS, TOLERANCES
 from runtime.backends.torch import TorchSession
 from runtime.codec import Codec
 from runtime.compare import FLOAT32_SAME_MATH, Tolerance, compare_tensors
@@ -175,11 +175,11 @@ def _same_frame(proof: Proof, theirs: Frame, ours: Frame) -> None:
         proof.same("frame: codes", theirs.codes, ours.codes)
     if theirs.slot_logits is None or theirs.code_logits is None:  # the fixed graph shows none; local_decoder is missing
         return
-    tolerance = TOLERANCES["slot_logits"] if proof.exact else proof.tolerance
+    tolerance = LOGITS if proof.exact else proof.tolerance
     proof.same("frame: logits of slot and end", theirs.slot_logits, ours.slot_logits, tolerance)
     different = np.flatnonzero(theirs.codes != ours.codes)
     end = int(different[0]) + 1 if different.size else len(theirs.codes)  # what follows another code is another thing
-    proof.same("frame: logits of codes", theirs.code_logits[:end], ours.code_logits[:end])
+    proof.same("frame: logits of codes", theirs.code_logits[:end], ours.code_logits[:end], tolerance)
 
 
 def _prompt(config: ModelConfig, rng: np.random.Generator) -> Ints:

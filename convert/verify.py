@@ -22,11 +22,14 @@ from runtime.spec import Array, GraphSpec, TensorSpec
 
 # The codec's waveform is a sum through 12 to 24 layers of a network whose values reach some tens; golden runs agree
 # to 2e-5 on signals below 1 (golden README), the relative part covers louder made-up weights.
-# The two slot logits come from the same LayerNorm as the code logits, so they carry the error of values of 4 to 5 even
-# when both are near zero: at full size, made up, up to 3.1e-5 apart at -0.2, where code logits reach 4.4.
+# In step_frame the logits lie behind a LayerNorm that scales the hidden state, and its difference with it, up to values
+# of 4 to 5; the two slot logits keep that error when both come out near zero. Seen at full size, made up, four seeds,
+# float32 and int8: up to 4.6e-5. A wrong graph is off by far more than four times that.
+LOGITS = Tolerance(2e-4, 1e-5, "float32, a hidden state through a LayerNorm and a second transformer")
 TOLERANCES: dict[str, Tolerance] = {
     "waveform": Tolerance(2e-5, 5e-5, "float32 through the whole codec"),
-    "slot_logits": Tolerance(6e-5, 1e-5, "float32, two values with the error of the code logits"),
+    "slot_logits": LOGITS,
+    "code_logits": LOGITS,
 }
 
 
