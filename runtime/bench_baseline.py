@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.backends.ort import load_onnxruntime
 from runtime.backends.select import BackendOptions, open_backend
 from runtime.bench import BenchProtocol, Report, fixture_hash, prompt_rows
 from runtime.bench_memory import peak_rss_bytes
@@ -191,6 +192,7 @@ class _Process:
 def _serve(pipe: Connection, side: Side, rows: Ints, protocol: BenchProtocol) -> None:
     """The process of one side: load, then one repeat of what is asked for until the parent ends it."""
     try:
+        load_onnxruntime()
         _read_through(side.directory)
         start = time.perf_counter()
         model, codec = open_side(side)
@@ -209,7 +211,7 @@ def _serve(pipe: Connection, side: Side, rows: Ints, protocol: BenchProtocol) ->
 
 
 def _read_through(directory: Path) -> None:
-    """Read every file once, so that what is measured is loading and not what the page cache happens to hold."""
+    """Read every file once: what is measured is loading, not what the page cache happens to hold."""
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             with path.open("rb") as source:
