@@ -62,7 +62,7 @@ def test_the_command_predicts_and_says_so(tiny_artifacts, words):
     assert result.exit_code == 0, result.output
     assert "PREDICTION" in result.stdout and "310P3" in result.stdout and "step_frame" in result.stdout
     data = json.loads(CliRunner().invoke(cli, [*command, "--json"]).stdout)
-    assert {graph["graph"] for graph in data["graphs"]} == set(DEVICE_GRAPHS)
+    assert {graph["graph"] for graph in data["graphs"]} == set(DEVICE_GRAPHS) - {"codec_decode"}  # nothing runs it
 
 
 def test_without_the_packages_of_convert_one_line_says_what_to_install(tiny_artifacts, monkeypatch):
