@@ -37,7 +37,7 @@ from runtime.frame_model import FrameModel, Ints
 from runtime.manifest import Manifest
 from runtime.sampling import SamplingParams, draw_uniforms
 
-SCHEMA = 1
+SCHEMA = 2
 WARMUP_FRAMES = 10
 Report = Callable[[str], None]
 
@@ -114,6 +114,7 @@ class CachePoint:
     rows: int
     graph: str
     milliseconds: float
+    cache_bytes: int  # that a step must read at this length
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,26 +289,25 @@ def _stages(calls: Calls, host: list[float], wall: float) -> tuple[Stage, ...]:
 
 
 def _cache_curve(manifest: Manifest, backend: Backend, protocol: BenchProtocol, fused: bool) -> tuple[CachePoint, ...]:
-    """The step alone, at those of the protocol's cache lengths that the artifacts can take."""
+    """The step alone, at those of the protocol's cache lengths that the artifacts can take, in turn."""
     lengths = [rows for rows in protocol.cache_lengths if rows <= manifest.limits["max_positions"]]
     if not lengths:
         return ()
     name = "step_frame" if fused else "step"
     graph = manifest.graph(name)
-    points = []
+    feeds = {rows: _step_feeds(manifest, name, rows, protocol) for rows in lengths}
+    seconds: dict[int, list[float]] = {rows: [] for rows in lengths}
     session = backend.open(graph.spec, manifest.path(graph.file))
     try:
-        for rows in lengths:
-            feeds = _step_feeds(manifest, name, rows, protocol)
-            seconds = []
-            for _ in range(1 + protocol.cache_calls):
+        for _ in range(1 + protocol.cache_calls):
+            for rows in lengths:
                 start = time.perf_counter()
-                session.run(feeds)
-                seconds.append(time.perf_counter() - start)
-            points.append(CachePoint(rows, name, 1e3 * float(np.median(seconds[1:]))))
+                session.run(feeds[rows])
+                seconds[rows].append(time.perf_counter() - start)
     finally:
         session.close()
-    return tuple(points)
+    cache = {rows: sum(v.nbytes for k, v in feeds[rows].items() if k.startswith("past_")) for rows in lengths}
+    return tuple(CachePoint(rows, name, 1e3 * float(np.median(seconds[rows][1:])), cache[rows]) for rows in lengths)
 
 
 def _step_feeds(manifest: Manifest, name: str, rows: int, protocol: BenchProtocol) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.bench import BenchResult, CachePoint, Stage
+from runtime.bench import BenchResult, Stage
 from runtime.manifest import MADE_UP_NOTICE
 from runtime.page import page, paragraph, section, table, verdict
 
@@ -28,9 +28,7 @@ def as_text(r: BenchResult) -> str:
 def as_html(r: BenchResult) -> str:
     """The same as a page, with the plot of the step time against the cache length."""
     stages = [(s.name, s.calls, s.median_ms, s.p95_ms, f"{s.share:.1%}", *_limit(s)) for s in r.stages]
-    reads = [
-        (b.graph, b.weights_distinct / 1e6, b.weights_read / 1e6, b.cache / 1e6) for b in r.graph_bytes
-    ]
+    reads = [(b.graph, b.weights_distinct / 1e6, b.weights_read / 1e6, b.cache / 1e6) for b in r.graph_bytes]
     parts = [
         verdict("good" if r.rtf < 1 else "warn", f"{r.frames_per_second:.2f} frames/s, RTF {r.rtf:.3f}: {_what(r)}"),
         *(paragraph(note) for note in notes(r)),
@@ -43,7 +41,13 @@ def as_html(r: BenchResult) -> str:
         ),
     ]  # fmt: skip
     if r.cache_curve:
-        parts.append(section("Step time against cache length", cache_plot(r.cache_curve)))
+        parts.append(
+            section(
+                "Step time against cache length",
+                paragraph("dashed: weights once and cache, at the measured bandwidth"),
+                cache_plot(r),
+            )
+        )
     parts.append(section("Machine", table(("what", "value"), _machine(r))))
     return page(f"Bench: {r.artifacts} on {r.backend}", *parts)
 
@@ -69,7 +73,9 @@ def figures(r: BenchResult) -> list[tuple[str, str]]:
     if len(r.cache_curve) > 1:
         first, last = r.cache_curve[0], r.cache_curve[-1]
         slope = 1e3 * (last.milliseconds - first.milliseconds) / (last.rows - first.rows)
-        rows.append(("step time per cache row", f"{slope:.2f} us ({first.rows} to {last.rows} rows)"))
+        once = 1e6 * (last.cache_bytes - first.cache_bytes) / (last.rows - first.rows) / r.bandwidth_bytes_per_second
+        value = f"{slope:.2f} us ({first.rows} to {last.rows} rows); reading the row once takes {once:.2f} us"
+        rows.append(("step time per cache row", value))
     return rows
 
 
@@ -94,24 +100,31 @@ def notes(r: BenchResult) -> list[str]:
     return found
 
 
-def cache_plot(points: Sequence[CachePoint]) -> str:
-    """Milliseconds over rows as SVG, both axes from zero."""
-    width, height, left, bottom = 900, 300, 60, 30
+def cache_plot(r: BenchResult) -> str:
+    """Milliseconds over rows as SVG, both axes from zero; dashed: weights once and cache at the measured bandwidth."""
+    width, height, left, right, bottom = 900, 300, 60, 60, 30
+    points = r.cache_curve
     top_ms = 1.1 * max(p.milliseconds for p in points) or 1.0
     top_rows = max(p.rows for p in points)
 
     def at(rows: float, ms: float) -> tuple[float, float]:
-        return left + (width - left - 20) * rows / top_rows, (height - bottom) * (1 - ms / top_ms)
+        return left + (width - left - right) * rows / top_rows, (height - bottom) * (1 - min(ms / top_ms, 1.0))
 
+    def line(spots: Sequence[tuple[float, float]], style: str) -> str:
+        where = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+        return f"<polyline fill='none' stroke-width='2' {style} points='{where}'/>"
+
+    parts = [f"<path d='M{left} 0V{height - bottom}H{width}' stroke='var(--line)' fill='none'/>"]
+    weights = [b.weights_distinct for b in r.graph_bytes if b.graph == points[0].graph]
+    for num_bytes in weights:
+        limits = [1e3 * (num_bytes + p.cache_bytes) / r.bandwidth_bytes_per_second for p in points]
+        spots = [at(p.rows, ms) for p, ms in zip(points, limits, strict=True)]
+        parts.append(line(spots, "stroke='var(--dim)' stroke-dasharray='5 4'"))
     spots = [at(p.rows, p.milliseconds) for p in points]
-    parts = [
-        f"<path d='M{left} 0V{height - bottom}H{width}' stroke='var(--line)' fill='none'/>",
-        "<polyline fill='none' stroke='var(--a)' stroke-width='2' points='"
-        + " ".join(f"{x:.1f},{y:.1f}" for x, y in spots) + "'/>",
-    ]  # fmt: skip
+    parts.append(line(spots, "stroke='var(--a)'"))
     for point, (x, y) in zip(points, spots, strict=True):
         parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='var(--a)'/>")
-        parts.append(_label(x, y - 10, f"{point.milliseconds:.1f} ms") + _label(x, height - 10, f"{point.rows}"))
+        parts.append(_label(x, y - 10, f"{point.milliseconds:.1f} ms") + _label(x, height - 10, f"{point.rows} rows"))
     title = f"{points[0].graph}: milliseconds over rows of cache"
     return f"<svg viewBox='0 0 {width} {height}' role='img' aria-label='{title}'>{''.join(parts)}</svg>"
 
@@ -124,7 +137,7 @@ def _what(r: BenchResult) -> str:
     p = r.protocol
     return (
         f"{r.artifacts} ({r.weights}) on {r.backend}: {p.prompt_rows} prompt rows, {p.frames} frames, "
-        f"{'greedy' if p.greedy else 'sampled'}, {p.repeat} runs"
+        f"{'greedy' if p.greedy else 'sampled'}, {p.repeat} run{'s' * (p.repeat > 1)}"
     )
 
 

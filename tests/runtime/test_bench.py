@@ -113,10 +113,13 @@ def test_prompt_rows_are_valid_and_come_from_the_seed(manifest):
     assert set(rows[:5, 1:].ravel()) == {manifest.model.audio_pad_id} and (rows[5:15, 1:] < 1024).all()
 
 
-def test_reports_show_stages_notes_and_the_plot(result):
+def test_reports_show_stages_notes_and_the_plot(result, manifest):
     text, html = as_text(result), as_html(result)
     for word in ("step", "limit ms", "made-up weights", "roofline", "peak RSS"):
         assert word in text and word in html
+    first, last = result.cache_curve
+    assert last.cache_bytes - first.cache_bytes == 48 * 2 * manifest.model.num_layers * manifest.model.hidden_size * 4
+    assert "reading the row once takes" in text and html.count("stroke-dasharray") == 1
     assert html.count("<circle") == 2 and "<script" not in html and "http" not in html.split("</head>")[1]
 
 
